@@ -1,0 +1,72 @@
+# pianola_layer(NAME DEPENDS layer... LINK library... SOURCES file...)
+#
+# Makes the static library pianola_NAME from the .cc files of the current folder (or from SOURCES).
+# Headers are included as "NAME/file.h". The include path of a layer is a folder of its own in the
+# build tree that holds one link to its sources, so a file cannot include a layer that its target
+# does not name.
+function(pianola_layer name)
+  cmake_parse_arguments(LAYER "" "" "DEPENDS;LINK;SOURCES" ${ARGN})
+  if(NOT LAYER_SOURCES)
+    file(GLOB LAYER_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/*.cc)
+  endif()
+  set(root ${PROJECT_BINARY_DIR}/layers/${name})
+  file(MAKE_DIRECTORY ${root})
+  if(NOT EXISTS ${root}/${name})
+    file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR} ${root}/${name} SYMBOLIC)
+  endif()
+  set(target pianola_${name})
+  if(LAYER_SOURCES)
+    add_library(${target} STATIC ${LAYER_SOURCES})
+    set(visibility PUBLIC)
+    pianola_warnings(${target})
+  else()
+    add_library(${target} INTERFACE)
+    set(visibility INTERFACE)
+  endif()
+  target_include_directories(${target} ${visibility}
+    $<BUILD_INTERFACE:${root}>
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  foreach(dependency IN LISTS LAYER_DEPENDS)
+    target_link_libraries(${target} ${visibility} pianola_${dependency})
+  endforeach()
+  target_link_libraries(${target} ${visibility} ${LAYER_LINK})
+  set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
+  set_property(GLOBAL APPEND PROPERTY PIANOLA_LAYERS ${target})
+endfunction()
+
+# Warnings, sanitizers and the debug switches every pianola target shares.
+function(pianola_warnings target)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
+    -Wno-sign-conversion -Werror)
+  if(PIANOLA_SANITIZE)
+    target_compile_options(${target} PUBLIC -fsanitize=${PIANOLA_SANITIZE}
+      -fno-omit-frame-pointer -fno-sanitize-recover=all)
+    target_link_options(${target} PUBLIC -fsanitize=${PIANOLA_SANITIZE})
+  endif()
+endfunction()
+
+# pianola_test(NAME SOURCES file... LAYERS layer... LABELS label... [TIMEOUT seconds])
+# A GoogleTest program, one CTest entry for each test case.
+function(pianola_test name)
+  cmake_parse_arguments(TEST "" "TIMEOUT" "SOURCES;LAYERS;LABELS;LINK" ${ARGN})
+  add_executable(${name} ${TEST_SOURCES})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+  pianola_warnings(${name})
+  foreach(layer IN LISTS TEST_LAYERS)
+    target_link_libraries(${name} PRIVATE pianola_${layer})
+  endforeach()
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
+  target_compile_definitions(${name} PRIVATE
+    PIANOLA_SOURCE_DIR="${PROJECT_SOURCE_DIR}" PIANOLA_BINARY_DIR="${PROJECT_BINARY_DIR}")
+  target_link_libraries(${name} PRIVATE ${TEST_LINK} GTest::gmock GTest::gtest GTest::gtest_main)
+  if(NOT TEST_LABELS)
+    set(TEST_LABELS cpu)
+  endif()
+  if(NOT TEST_TIMEOUT)
+    set(TEST_TIMEOUT 300)
+  endif()
+  include(GoogleTest)
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
+    PROPERTIES LABELS "${TEST_LABELS}" TIMEOUT ${TEST_TIMEOUT} SKIP_REGULAR_EXPRESSION "")
+endfunction()
