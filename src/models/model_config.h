@@ -1,0 +1,111 @@
+// What a checkpoint says about its model, under Hugging Face's names, whatever file it came from.
+//
+// Values are checked here, before anything is allocated: a value that no model can have is
+// InvalidModel and names its field; a value that would change results and that pianola does not
+// compute is Unsupported and names it too. What the parsers return can be recorded as it is.
+//
+//   ModelConfig config = parse_hf_config(parse_json(text, "config.json"));
+//   ModelConfig config = parse_gguf_config(gguf.metadata());
+//   config.head_dim * config.num_attention_heads;   // width of the queries
+#pragma once
+
+#include <boost/json/fwd.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/metadata.h"
+
+namespace pianola {
+
+// Limits that a config may not pass; generous for real models, small enough for every product of
+// two of them to fit 64 bits.
+inline constexpr std::int64_t kMaxLayers = 1024;
+inline constexpr std::int64_t kMaxHeads = 4096;
+inline constexpr std::int64_t kMaxHeadDim = 8192;
+inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;  // hidden, intermediate
+inline constexpr std::int64_t kMaxVocab = std::int64_t{1} << 22;
+inline constexpr std::int64_t kMaxPositions = std::int64_t{1} << 28;
+
+// Which elements of a head rotate together. GGUF files of architecture llama hold q and k rows
+// permuted for interleaved pairs; Hugging Face checkpoints, and GGUF files of qwen2 and qwen3, hold
+// halves. The op knows both, so no weight is permuted at load.
+enum class RopeStyle : std::uint8_t {
+  kHalf,         // (x[i], x[i + head_dim / 2])
+  kInterleaved,  // (x[2 i], x[2 i + 1])
+};
+
+enum class RopeKind : std::uint8_t { kDefault, kLinear, kDynamic, kYarn, kLlama3 };
+// "default", "linear", ...: as config.json writes them.
+const char* rope_kind_name(RopeKind kind);
+
+// Rotary embedding. Fields that a kind does not use keep their defaults. rope.h turns this into
+// inverse frequencies and the scale of cos and sin.
+struct RopeConfig {
+  RopeKind kind = RopeKind::kDefault;
+  double theta = 10000.0;
+  double factor = 1.0;  // linear, dynamic, yarn, llama3
+  // Length the model was first trained for (dynamic, yarn, llama3).
+  std::int64_t original_max_position_embeddings = 0;
+  double low_freq_factor = 1.0;            // llama3
+  double high_freq_factor = 4.0;           // llama3
+  double beta_fast = 32.0;                 // yarn
+  double beta_slow = 1.0;                  // yarn
+  bool truncate = true;                    // yarn: whole dimensions as bounds of the ramp
+  std::optional<double> mscale;            // yarn
+  std::optional<double> mscale_all_dim;    // yarn
+  std::optional<double> attention_factor;  // yarn: given outright
+
+  bool operator==(const RopeConfig&) const = default;
+};
+
+// The part in which SwiGLU-like MLPs differ. Other names are refused.
+enum class Activation : std::uint8_t { kSilu };
+
+struct ModelConfig {
+  // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3".
+  std::string model_type;
+
+  std::int64_t vocab_size = 0;
+  std::int64_t hidden_size = 0;
+  std::int64_t intermediate_size = 0;
+  std::int64_t num_hidden_layers = 0;
+  std::int64_t num_attention_heads = 0;
+  std::int64_t num_key_value_heads = 0;  // divides num_attention_heads
+  std::int64_t head_dim = 0;             // even; not always hidden_size / num_attention_heads
+  std::int64_t max_position_embeddings = 0;
+  double rms_norm_eps = 0.0;
+  Activation hidden_act = Activation::kSilu;
+
+  bool qkv_bias = false;     // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
+  bool output_bias = false;  // o_proj (Llama with attention_bias)
+  bool mlp_bias = false;     // gate_proj, up_proj, down_proj
+  bool qk_norm = false;      // an RMS norm of each q and k head before rope (Qwen3)
+  // The head reads the embedding. From GGUF this is unknown until the tensors are seen (the head is
+  // tied when output.weight is absent): the parser leaves nullopt and the loader decides.
+  std::optional<bool> tie_word_embeddings;
+
+  RopeConfig rope;
+  RopeStyle rope_style = RopeStyle::kHalf;
+  // GGUF: a tensor rope_freqs.weight [head_dim / 2] (F32), when the file has it, divides the
+  // inverse frequencies: that is how llama3 scaling is stored. Only then may the loader look for
+  // it.
+  bool may_have_rope_factors_tensor = false;
+
+  std::optional<std::int64_t> bos_token_id;
+  std::vector<std::int64_t> eos_token_ids;  // any of them ends an answer
+  std::optional<std::int64_t> pad_token_id;
+
+  bool operator==(const ModelConfig&) const = default;
+};
+
+// From config.json. `where` names the document in messages.
+ModelConfig parse_hf_config(const boost::json::value& config,
+                            const std::string& where = "config.json");
+
+// From GGUF metadata (general.architecture llama, qwen2 or qwen3).
+ModelConfig parse_gguf_config(const Metadata& metadata);
+
+}  // namespace pianola
