@@ -79,20 +79,23 @@ struct ModelConfig {
   double rms_norm_eps = 0.0;
   Activation hidden_act = Activation::kSilu;
 
-  bool qkv_bias = false;     // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
-  bool output_bias = false;  // o_proj (Llama with attention_bias)
-  bool mlp_bias = false;     // gate_proj, up_proj, down_proj
-  bool qk_norm = false;      // an RMS norm of each q and k head before rope (Qwen3)
-  // The head reads the embedding. From GGUF this is unknown until the tensors are seen (the head is
-  // tied when output.weight is absent): the parser leaves nullopt and the loader decides.
-  std::optional<bool> tie_word_embeddings;
+  bool qkv_bias = false;             // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
+  bool output_bias = false;          // o_proj (Llama with attention_bias)
+  bool mlp_bias = false;             // gate_proj, up_proj, down_proj
+  bool qk_norm = false;              // an RMS norm of each q and k head before rope (Qwen3)
+  bool tie_word_embeddings = false;  // the head reads the embedding
 
   RopeConfig rope;
   RopeStyle rope_style = RopeStyle::kHalf;
-  // GGUF: a tensor rope_freqs.weight [head_dim / 2] (F32), when the file has it, divides the
-  // inverse frequencies: that is how llama3 scaling is stored. Only then may the loader look for
-  // it.
-  bool may_have_rope_factors_tensor = false;
+  // rope_freqs.weight [head_dim / 2] (F32) divides the inverse frequencies: how GGUF stores llama3.
+  bool has_rope_factors_tensor = false;
+  // True from GGUF, where some things show only in which tensors exist: the loader must then set
+  // tie_word_embeddings (no output.weight), qkv_bias, output_bias, mlp_bias and
+  // has_rope_factors_tensor from the tensor names. Values that the architecture fixes are set here.
+  bool tensors_decide = false;
+  // A sliding window that is never reached, because it is not below max_position_embeddings. An
+  // engine that lets a row grow beyond it must refuse.
+  std::optional<std::int64_t> sliding_window;
 
   std::optional<std::int64_t> bos_token_id;
   std::vector<std::int64_t> eos_token_ids;  // any of them ends an answer
@@ -104,6 +107,11 @@ struct ModelConfig {
 // From config.json. `where` names the document in messages.
 ModelConfig parse_hf_config(const boost::json::value& config,
                             const std::string& where = "config.json");
+
+// From generation_config.json: its bos, eos and pad ids replace those of config.json, as
+// transformers does it when it generates.
+void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
+                             const std::string& where = "generation_config.json");
 
 // From GGUF metadata (general.architecture llama, qwen2 or qwen3).
 ModelConfig parse_gguf_config(const Metadata& metadata);
