@@ -38,11 +38,15 @@ endfunction()
 # Warnings, sanitizers and the debug switches every pianola target shares.
 function(pianola_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
-    -Wno-sign-conversion -Werror)
+    -Wno-sign-conversion $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
   if(PIANOLA_SANITIZE)
     target_compile_options(${target} PUBLIC -fsanitize=${PIANOLA_SANITIZE}
       -fno-omit-frame-pointer -fno-sanitize-recover=all)
     target_link_options(${target} PUBLIC -fsanitize=${PIANOLA_SANITIZE})
+  endif()
+  if(PIANOLA_COVERAGE)
+    target_compile_options(${target} PRIVATE -fprofile-instr-generate -fcoverage-mapping)
+    target_link_options(${target} PUBLIC -fprofile-instr-generate)
   endif()
 endfunction()
 
