@@ -50,8 +50,10 @@ function(pianola_warnings target)
   endif()
 endfunction()
 
-# pianola_test(NAME SOURCES file... LAYERS layer... LABELS label... [TIMEOUT seconds])
-# A GoogleTest program, one CTest entry for each test case.
+# pianola_test(NAME SOURCES file... LAYERS layer... LABELS label... [TIMEOUT seconds] [LINK library...])
+# A GoogleTest program, one CTest entry NAME.suite.case for each test case. Labels: cpu (the default), slow for what
+# takes more than a few seconds or needs fetched data, threads for what ThreadSanitizer should see,
+# cuda for what needs a GPU. A test that calls GTEST_SKIP() is reported as skipped.
 function(pianola_test name)
   cmake_parse_arguments(TEST "" "TIMEOUT" "SOURCES;LAYERS;LABELS;LINK" ${ARGN})
   add_executable(${name} ${TEST_SOURCES})
@@ -70,7 +72,22 @@ function(pianola_test name)
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 300)
   endif()
+  if("threads" IN_LIST TEST_LABELS)
+    if(NOT TARGET pianola_threads_tests)
+      add_custom_target(pianola_threads_tests)
+    endif()
+    add_dependencies(pianola_threads_tests ${name})
+  endif()
+  # Tests are listed when ctest starts, so that a build runs nothing that it made. Lists do not
+  # survive the PROPERTIES argument: the labels are set by a script of their own.
   include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
-    PROPERTIES LABELS "${TEST_LABELS}" TIMEOUT ${TEST_TIMEOUT} SKIP_REGULAR_EXPRESSION "")
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+    TEST_PREFIX ${name}. TEST_LIST ${name}_cases PROPERTIES TIMEOUT ${TEST_TIMEOUT})
+  file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake @ONLY CONTENT
+"foreach(test IN LISTS @name@_cases)
+  set_tests_properties(\"\${test}\" PROPERTIES LABELS \"@TEST_LABELS@\")
+endforeach()
+")
+  set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES
+    ${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake)
 endfunction()
