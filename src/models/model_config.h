@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/metadata.h"
+#include "plan/op.h"
 
 namespace pianola {
 
@@ -28,14 +29,6 @@ inline constexpr std::int64_t kMaxHeadDim = 8192;
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;  // hidden, intermediate
 inline constexpr std::int64_t kMaxVocab = std::int64_t{1} << 22;
 inline constexpr std::int64_t kMaxPositions = std::int64_t{1} << 28;
-
-// Which elements of a head rotate together. GGUF files of architecture llama hold q and k rows
-// permuted for interleaved pairs; Hugging Face checkpoints, and GGUF files of qwen2 and qwen3, hold
-// halves. The op knows both, so no weight is permuted at load.
-enum class RopeStyle : std::uint8_t {
-  kHalf,         // (x[i], x[i + head_dim / 2])
-  kInterleaved,  // (x[2 i], x[2 i + 1])
-};
 
 enum class RopeKind : std::uint8_t { kDefault, kLinear, kDynamic, kYarn, kLlama3 };
 // "default", "linear", ...: as config.json writes them.
@@ -61,9 +54,6 @@ struct RopeConfig {
   bool operator==(const RopeConfig&) const = default;
 };
 
-// The part in which SwiGLU-like MLPs differ. Other names are refused.
-enum class Activation : std::uint8_t { kSilu };
-
 struct ModelConfig {
   // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3".
   std::string model_type;
@@ -86,6 +76,8 @@ struct ModelConfig {
   bool tie_word_embeddings = false;  // the head reads the embedding
 
   RopeConfig rope;
+  // GGUF files of architecture llama hold q and k rows permuted for interleaved pairs; the op knows
+  // both styles, so no weight is permuted at load.
   RopeStyle rope_style = RopeStyle::kHalf;
   // rope_freqs.weight [head_dim / 2] (F32) divides the inverse frequencies: how GGUF stores llama3.
   bool has_rope_factors_tensor = false;

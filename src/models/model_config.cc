@@ -1,0 +1,274 @@
+#include "models/model_config.h"
+
+#include <array>
+#include <utility>
+
+#include "base/check.h"
+#include "base/json_reader.h"
+#include "models/model_config_check.h"
+
+namespace pianola {
+namespace {
+
+namespace json = boost::json;
+
+// What a family adds to the fields that all share. Defaults are those of transformers' classes: a
+// config.json may leave out what equals them.
+struct HfFamily {
+  const char* model_type;
+  std::int64_t default_max_position_embeddings;
+  void (*parse)(const JsonObject& root, ModelConfig& config);
+};
+
+template <typename... Args>
+[[noreturn]] void fail_unsupported(const JsonObject& object, std::string_view field,
+                                   fmt::format_string<Args...> format, Args&&... args) {
+  fail(ErrorCode::kUnsupported, "{}: {}", object.field_path(field),
+       fmt::format(format, std::forward<Args>(args)...));
+}
+
+// Absent is not null: transformers fills in its default only for the first.
+bool is_absent(const JsonObject& object, std::string_view key) {
+  return object.object().if_contains({key.data(), key.size()}) == nullptr;
+}
+
+std::optional<std::int64_t> read_token_id(const JsonObject& root, std::string_view key) {
+  const std::optional<std::int64_t> id = root.find_int(key);
+  return id == -1 ? std::nullopt : id;  // early Llama files write -1 for "none"
+}
+
+// One id or a list of them.
+std::vector<std::int64_t> read_token_ids(const JsonObject& root, std::string_view key) {
+  const json::value* value = root.find(key);
+  if (!value) return {};
+  if (!value->is_array()) {
+    const std::optional<std::int64_t> id = read_token_id(root, key);
+    return id ? std::vector<std::int64_t>{*id} : std::vector<std::int64_t>{};
+  }
+  if (value->get_array().size() > 64) {
+    fail(ErrorCode::kInvalidModel, "{}: expected at most 64 ids, found {}", root.field_path(key),
+         value->get_array().size());
+  }
+  std::vector<std::int64_t> ids;
+  for (const json::value& element : value->get_array()) {
+    const std::int64_t* id = element.if_int64();
+    if (!id) {
+      fail(ErrorCode::kInvalidModel, "{}: expected integers in the list", root.field_path(key));
+    }
+    ids.push_back(*id);
+  }
+  return ids;
+}
+
+RopeKind parse_rope_kind(const JsonObject& rope) {
+  // Early files write "type". Both may stand there; transformers reads "rope_type" first.
+  const char* key = rope.find("rope_type") ? "rope_type" : "type";
+  const std::string name = rope.find_string(key).value_or("default");
+  for (const RopeKind kind : {RopeKind::kDefault, RopeKind::kLinear, RopeKind::kDynamic,
+                              RopeKind::kYarn, RopeKind::kLlama3}) {
+    if (name == rope_kind_name(kind)) return kind;
+  }
+  fail_unsupported(rope, key, "rope type '{}'; known are default, linear, dynamic, yarn and llama3",
+                   name);
+}
+
+void check_partial_rotary(const JsonObject& object) {
+  if (object.find_float("partial_rotary_factor").value_or(1.0) != 1.0) {
+    fail_unsupported(object, "partial_rotary_factor", "only 1 (all of a head turns), found {}",
+                     object.get_float("partial_rotary_factor"));
+  }
+}
+
+// The fields of one rope_scaling or rope_parameters object, for its kind.
+void parse_rope_scaling(const JsonObject& root, const JsonObject& rope, ModelConfig& config) {
+  RopeConfig& out = config.rope;
+  out.kind = parse_rope_kind(rope);
+  if (const auto theta = rope.find_float("rope_theta")) out.theta = *theta;
+  check_partial_rotary(rope);
+  if (out.kind == RopeKind::kDefault) return;
+  out.factor = rope.get_float("factor");
+  if (out.kind == RopeKind::kLinear) return;
+  // transformers' order: the dynamic kind always starts from max_position_embeddings; for the
+  // others a field at the top of config.json wins over the one beside the factor.
+  out.original_max_position_embeddings = config.max_position_embeddings;
+  if (out.kind == RopeKind::kDynamic) return;
+  if (const auto length = root.find_int("original_max_position_embeddings")) {
+    out.original_max_position_embeddings = *length;
+  } else if (const auto inner = rope.find_int("original_max_position_embeddings")) {
+    out.original_max_position_embeddings = *inner;
+  }
+  if (out.kind == RopeKind::kLlama3) {
+    out.low_freq_factor = rope.get_float("low_freq_factor");
+    out.high_freq_factor = rope.get_float("high_freq_factor");
+    return;
+  }
+  out.beta_fast = rope.find_float("beta_fast").value_or(32.0);
+  out.beta_slow = rope.find_float("beta_slow").value_or(1.0);
+  out.truncate = rope.find_bool("truncate").value_or(true);
+  out.mscale = rope.find_float("mscale");
+  out.mscale_all_dim = rope.find_float("mscale_all_dim");
+  out.attention_factor = rope.find_float("attention_factor");
+}
+
+// transformers 5 writes rope_parameters with the base inside; before, rope_theta stood at the top
+// and rope_scaling beside it, null when there was none.
+void parse_rope(const JsonObject& root, ModelConfig& config) {
+  check_partial_rotary(root);
+  if (root.find_bool("rope_interleaved").value_or(false)) {
+    fail_unsupported(root, "rope_interleaved", "only false: q and k in the halves order");
+  }
+  config.rope.theta = root.find_float("rope_theta").value_or(10000.0);
+  // Both are set only in files edited by hand; transformers then takes rope_scaling.
+  const char* key = root.find("rope_scaling") ? "rope_scaling" : "rope_parameters";
+  if (const auto rope = root.find_object(key)) parse_rope_scaling(root, *rope, config);
+}
+
+void refuse_unsupported_fields(const JsonObject& root) {
+  if (root.find("quantization_config")) {
+    fail_unsupported(root, "quantization_config",
+                     "quantised checkpoints are read from GGUF files only");
+  }
+  if (const auto tp = root.find_int("pretraining_tp"); tp.value_or(1) > 1) {
+    fail_unsupported(root, "pretraining_tp", "only 1 (projections in one piece), found {}", *tp);
+  }
+  const std::string act = root.find_string("hidden_act").value_or("silu");
+  if (act != "silu" && act != "swish") {
+    fail_unsupported(root, "hidden_act", "only silu, found '{}'", act);
+  }
+  if (const json::array* types = root.find_array("layer_types")) {
+    for (const json::value& type : *types) {
+      if (!type.is_string()) {
+        fail(ErrorCode::kInvalidModel, "{}: expected strings", root.field_path("layer_types"));
+      }
+      if (type.get_string() != "full_attention") {
+        fail_unsupported(root, "layer_types", "only full_attention, found '{}'",
+                         std::string(type.get_string()).substr(0, 80));
+      }
+    }
+  }
+}
+
+// A window that no text within max_position_embeddings reaches changes nothing; a shorter one does.
+void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
+                        ModelConfig& config) {
+  if (!window) return;
+  if (*window < 1) {
+    fail(ErrorCode::kInvalidModel, "{}: expected a positive number, found {}",
+         root.field_path("sliding_window"), *window);
+  }
+  if (*window < config.max_position_embeddings) {
+    fail_unsupported(root, "sliding_window",
+                     "a window of {} tokens in a context of {}; only full attention", *window,
+                     config.max_position_embeddings);
+  }
+  config.sliding_window = window;
+}
+
+void parse_llama(const JsonObject& root, ModelConfig& config) {
+  const bool bias = root.find_bool("attention_bias").value_or(false);
+  config.qkv_bias = bias;
+  config.output_bias = bias;
+  config.mlp_bias = root.find_bool("mlp_bias").value_or(false);
+}
+
+void parse_mistral(const JsonObject& root, ModelConfig& config) {
+  const std::int64_t window = 4096;  // transformers' default, when the field is absent
+  set_sliding_window(
+      root, is_absent(root, "sliding_window") ? window : root.find_int("sliding_window"), config);
+}
+
+// Qwen switches its window on by a flag, and then only from layer max_window_layers up.
+void parse_qwen_window(const JsonObject& root, ModelConfig& config) {
+  if (!root.find_bool("use_sliding_window").value_or(false)) return;
+  if (root.find_int("max_window_layers").value_or(28) >= config.num_hidden_layers) return;
+  set_sliding_window(
+      root, is_absent(root, "sliding_window") ? 4096 : root.find_int("sliding_window"), config);
+}
+
+void parse_qwen2(const JsonObject& root, ModelConfig& config) {
+  config.qkv_bias = true;
+  parse_qwen_window(root, config);
+}
+
+void parse_qwen3(const JsonObject& root, ModelConfig& config) {
+  const bool bias = root.find_bool("attention_bias").value_or(false);
+  config.qkv_bias = bias;
+  config.output_bias = bias;
+  config.qk_norm = true;
+  if (is_absent(root, "head_dim")) config.head_dim = 128;
+  parse_qwen_window(root, config);
+}
+
+constexpr std::array kHfFamilies = {
+    HfFamily{"llama", 2048, parse_llama},
+    HfFamily{"mistral", 131072, parse_mistral},
+    HfFamily{"qwen2", 32768, parse_qwen2},
+    HfFamily{"qwen3", 32768, parse_qwen3},
+};
+
+const HfFamily& find_family(const JsonObject& root) {
+  const std::string type = root.get_string("model_type");
+  for (const HfFamily& family : kHfFamilies) {
+    if (type == family.model_type) return family;
+  }
+  fail_unsupported(root, "model_type", "'{}'; known are llama, mistral, qwen2 and qwen3",
+                   type.substr(0, 80));
+}
+
+}  // namespace
+
+const char* rope_kind_name(RopeKind kind) {
+  static constexpr std::array kNames = {"default", "linear", "dynamic", "yarn", "llama3"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
+
+ModelConfig parse_hf_config(const json::value& value, const std::string& where) {
+  const JsonObject root(value, where);
+  const FieldName name = [&root](std::string_view field) { return root.field_path(field); };
+  const HfFamily& family = find_family(root);
+  refuse_unsupported_fields(root);
+
+  ModelConfig config;
+  config.model_type = family.model_type;
+  config.vocab_size = root.get_int("vocab_size");
+  config.hidden_size = root.get_int("hidden_size");
+  config.intermediate_size = root.get_int("intermediate_size");
+  config.num_hidden_layers = root.get_int("num_hidden_layers");
+  config.num_attention_heads = root.get_int("num_attention_heads");
+  if (is_absent(root, "num_key_value_heads") && config.model_type != "llama") {
+    // transformers' defaults (8, 32) belong to one size of model: a guess here.
+    fail(ErrorCode::kInvalidModel, "{} is missing", root.field_path("num_key_value_heads"));
+  }
+  config.num_key_value_heads =
+      root.find_int("num_key_value_heads").value_or(config.num_attention_heads);
+  config.head_dim = root.find_int("head_dim").value_or(0);
+  config.max_position_embeddings =
+      root.find_int("max_position_embeddings").value_or(family.default_max_position_embeddings);
+  config.rms_norm_eps = root.find_float("rms_norm_eps").value_or(1e-6);
+  config.tie_word_embeddings = root.find_bool("tie_word_embeddings").value_or(false);
+  config.bos_token_id = read_token_id(root, "bos_token_id");
+  config.eos_token_ids = read_token_ids(root, "eos_token_id");
+  config.pad_token_id = read_token_id(root, "pad_token_id");
+  parse_rope(root, config);
+  family.parse(root, config);
+  if (config.head_dim == 0 && !root.find("head_dim")) {
+    config.head_dim = derived_head_dim(config.hidden_size, config.num_attention_heads, name);
+  }
+  check_model_config(config, name);
+  return config;
+}
+
+void apply_generation_config(const json::value& generation, ModelConfig& config,
+                             const std::string& where) {
+  const JsonObject root(generation, where);
+  ModelConfig changed = config;
+  if (const auto id = read_token_id(root, "bos_token_id")) changed.bos_token_id = id;
+  if (auto ids = read_token_ids(root, "eos_token_id"); !ids.empty()) {
+    changed.eos_token_ids = std::move(ids);
+  }
+  if (const auto id = read_token_id(root, "pad_token_id")) changed.pad_token_id = id;
+  check_model_config(changed, [&root](std::string_view field) { return root.field_path(field); });
+  config = std::move(changed);
+}
+
+}  // namespace pianola

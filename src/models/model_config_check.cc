@@ -1,0 +1,106 @@
+#include "models/model_config_check.h"
+
+#include <cmath>
+
+#include "base/check.h"
+
+namespace pianola {
+namespace {
+
+void check_int(const FieldName& name, std::string_view field, std::int64_t value, std::int64_t low,
+               std::int64_t high) {
+  if (value >= low && value <= high) return;
+  fail(ErrorCode::kInvalidModel, "{}: expected a value in [{}, {}], found {}", name(field), low,
+       high, value);
+}
+
+// Positive as float32 too, since that is what kernels compute with, and at most `high`.
+void check_positive(const FieldName& name, std::string_view field, double value, double high) {
+  if (std::isfinite(value) && value <= high && static_cast<float>(value) > 0.0F) return;
+  fail(ErrorCode::kInvalidModel, "{}: expected a number above 0 and at most {}, found {}",
+       name(field), high, value);
+}
+
+void check_sizes(const ModelConfig& c, const FieldName& name) {
+  check_int(name, "vocab_size", c.vocab_size, 1, kMaxVocab);
+  check_int(name, "hidden_size", c.hidden_size, 1, kMaxWidth);
+  check_int(name, "intermediate_size", c.intermediate_size, 1, kMaxWidth);
+  check_int(name, "num_hidden_layers", c.num_hidden_layers, 1, kMaxLayers);
+  check_int(name, "num_attention_heads", c.num_attention_heads, 1, kMaxHeads);
+  check_int(name, "num_key_value_heads", c.num_key_value_heads, 1, c.num_attention_heads);
+  check_int(name, "head_dim", c.head_dim, 2, kMaxHeadDim);
+  check_int(name, "max_position_embeddings", c.max_position_embeddings, 1, kMaxPositions);
+  if (c.num_attention_heads % c.num_key_value_heads != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: {} does not divide {} ({})", name("num_key_value_heads"),
+         c.num_key_value_heads, name("num_attention_heads"), c.num_attention_heads);
+  }
+  if (c.head_dim % 2 != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: expected an even number, since rope turns pairs, found {}",
+         name("head_dim"), c.head_dim);
+  }
+  if (c.num_attention_heads * c.head_dim > kMaxWidth) {
+    fail(ErrorCode::kInvalidModel, "{}: {} heads of {} are wider than {}",
+         name("num_attention_heads"), c.num_attention_heads, c.head_dim, kMaxWidth);
+  }
+}
+
+void check_rope(const RopeConfig& rope, const FieldName& name) {
+  // A base of 1 or less gives no longer wavelengths, and yarn divides by its logarithm.
+  if (!(std::isfinite(rope.theta) && rope.theta > 1.0 && rope.theta <= 1e30)) {
+    fail(ErrorCode::kInvalidModel, "{}: expected a number above 1 and at most 1e30, found {}",
+         name("rope_theta"), rope.theta);
+  }
+  if (rope.kind == RopeKind::kDefault) return;
+  check_positive(name, "rope_scaling.factor", rope.factor, 1e6);
+  if (rope.kind == RopeKind::kLinear) return;
+  check_int(name, "rope_scaling.original_max_position_embeddings",
+            rope.original_max_position_embeddings, 1, kMaxPositions);
+  if (rope.kind == RopeKind::kLlama3) {
+    check_positive(name, "rope_scaling.low_freq_factor", rope.low_freq_factor, 1e6);
+    check_positive(name, "rope_scaling.high_freq_factor", rope.high_freq_factor, 1e6);
+    if (rope.high_freq_factor <= rope.low_freq_factor) {
+      fail(ErrorCode::kInvalidModel, "{}: expected more than low_freq_factor ({}), found {}",
+           name("rope_scaling.high_freq_factor"), rope.low_freq_factor, rope.high_freq_factor);
+    }
+  }
+  if (rope.kind == RopeKind::kYarn) {
+    check_positive(name, "rope_scaling.beta_fast", rope.beta_fast, 1e6);
+    check_positive(name, "rope_scaling.beta_slow", rope.beta_slow, 1e6);
+    if (rope.beta_fast < rope.beta_slow) {
+      fail(ErrorCode::kInvalidModel, "{}: expected at least beta_slow ({}), found {}",
+           name("rope_scaling.beta_fast"), rope.beta_slow, rope.beta_fast);
+    }
+    if (rope.mscale) check_positive(name, "rope_scaling.mscale", *rope.mscale, 1e6);
+    if (rope.mscale_all_dim) {
+      check_positive(name, "rope_scaling.mscale_all_dim", *rope.mscale_all_dim, 1e6);
+    }
+    if (rope.attention_factor) {
+      check_positive(name, "rope_scaling.attention_factor", *rope.attention_factor, 1e6);
+    }
+  }
+}
+
+}  // namespace
+
+void check_model_config(const ModelConfig& config, const FieldName& name) {
+  check_sizes(config, name);
+  check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
+  check_rope(config.rope, name);
+  const std::int64_t last = config.vocab_size - 1;
+  if (config.bos_token_id) check_int(name, "bos_token_id", *config.bos_token_id, 0, last);
+  for (const std::int64_t id : config.eos_token_ids) check_int(name, "eos_token_id", id, 0, last);
+  if (config.pad_token_id) check_int(name, "pad_token_id", *config.pad_token_id, 0, last);
+}
+
+std::int64_t derived_head_dim(std::int64_t hidden_size, std::int64_t num_attention_heads,
+                              const FieldName& name) {
+  check_int(name, "hidden_size", hidden_size, 1, kMaxWidth);
+  check_int(name, "num_attention_heads", num_attention_heads, 1, kMaxHeads);
+  if (hidden_size % num_attention_heads != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: {} does not divide {} ({}), and there is no head_dim",
+         name("num_attention_heads"), num_attention_heads, name("hidden_size"), hidden_size);
+  }
+  return hidden_size / num_attention_heads;
+}
+
+}  // namespace pianola

@@ -1,0 +1,277 @@
+// ModelConfig from GGUF metadata. What the keys mean is what llama.cpp does with them.
+#include <array>
+#include <cmath>
+
+#include "base/check.h"
+#include "models/model_config.h"
+#include "models/model_config_check.h"
+#include "models/rope.h"
+
+namespace pianola {
+namespace {
+
+// The key, below "<arch>.", that carries a field.
+struct GgufField {
+  std::string_view field;
+  std::string_view key;
+};
+constexpr std::array kFields = {
+    GgufField{"vocab_size", "vocab_size"},
+    GgufField{"hidden_size", "embedding_length"},
+    GgufField{"intermediate_size", "feed_forward_length"},
+    GgufField{"num_hidden_layers", "block_count"},
+    GgufField{"num_attention_heads", "attention.head_count"},
+    GgufField{"num_key_value_heads", "attention.head_count_kv"},
+    GgufField{"head_dim", "attention.key_length"},
+    GgufField{"max_position_embeddings", "context_length"},
+    GgufField{"rms_norm_eps", "attention.layer_norm_rms_epsilon"},
+    GgufField{"rope_theta", "rope.freq_base"},
+    GgufField{"rope_scaling.factor", "rope.scaling.factor"},
+    GgufField{"rope_scaling.original_max_position_embeddings",
+              "rope.scaling.original_context_length"},
+    GgufField{"rope_scaling.beta_fast", "rope.scaling.yarn_beta_fast"},
+    GgufField{"rope_scaling.beta_slow", "rope.scaling.yarn_beta_slow"},
+    GgufField{"rope_scaling.attention_factor", "rope.scaling.attn_factor"},
+};
+
+struct GgufFamily {
+  const char* architecture;
+  RopeStyle rope_style;
+  bool qkv_bias;
+  bool qk_norm;
+};
+constexpr std::array kFamilies = {
+    GgufFamily{"llama", RopeStyle::kInterleaved, false, false},
+    GgufFamily{"qwen2", RopeStyle::kHalf, true, false},
+    GgufFamily{"qwen3", RopeStyle::kHalf, false, true},
+};
+
+// Typed access to the keys below "<arch>.".
+class ArchKeys {
+ public:
+  ArchKeys(const Metadata& metadata, std::string architecture)
+      : metadata_(metadata), prefix_(std::move(architecture) + ".") {}
+
+  std::string key(std::string_view suffix) const { return prefix_ + std::string(suffix); }
+  bool contains(std::string_view suffix) const { return metadata_.contains(key(suffix)); }
+  std::optional<std::int64_t> find_int(std::string_view suffix) const {
+    return metadata_.find_int(key(suffix));
+  }
+  std::optional<double> find_float(std::string_view suffix) const {
+    return metadata_.find_float(key(suffix));
+  }
+  std::int64_t get_int(std::string_view suffix) const { return metadata_.get_int(key(suffix)); }
+
+  // A key that may be an array with one value a layer: only equal values make one number.
+  std::optional<std::int64_t> find_per_layer(std::string_view suffix) const {
+    const MetadataValue* value = metadata_.find(key(suffix));
+    const auto* list = value ? std::get_if<std::vector<std::int64_t>>(value) : nullptr;
+    if (!list || list->empty()) return find_int(suffix);
+    for (const std::int64_t element : *list) {
+      if (element != list->front()) {
+        refuse(suffix, "layers that differ ({} and {})", list->front(), element);
+      }
+    }
+    return list->front();
+  }
+
+  template <typename... Args>
+  [[noreturn]] void refuse(std::string_view suffix, fmt::format_string<Args...> format,
+                           Args&&... args) const {
+    fail(ErrorCode::kUnsupported, "metadata key '{}': {}", key(suffix),
+         fmt::format(format, std::forward<Args>(args)...));
+  }
+
+ private:
+  const Metadata& metadata_;
+  std::string prefix_;
+};
+
+std::int64_t require(const ArchKeys& keys, std::string_view suffix,
+                     std::optional<std::int64_t> value) {
+  if (value) return *value;
+  fail(ErrorCode::kInvalidModel, "metadata key '{}' is missing", keys.key(suffix));
+}
+
+const GgufFamily& find_family(const Metadata& metadata) {
+  const std::string& architecture = metadata.get_string("general.architecture");
+  for (const GgufFamily& family : kFamilies) {
+    if (architecture == family.architecture) return family;
+  }
+  fail(ErrorCode::kUnsupported,
+       "metadata key 'general.architecture': '{}'; known are llama, qwen2 and qwen3",
+       architecture.substr(0, 80));
+}
+
+// The tokens decide when there are any (llama.cpp sizes the embedding by them); a file without a
+// vocabulary gives the number.
+std::int64_t read_vocab_size(const Metadata& metadata, const ArchKeys& keys) {
+  if (const auto* tokens = metadata.find_strings("tokenizer.ggml.tokens")) {
+    if (!tokens->empty()) return static_cast<std::int64_t>(tokens->size());
+  }
+  return keys.get_int("vocab_size");
+}
+
+RopeKind read_rope_kind(const Metadata& metadata, const ArchKeys& keys) {
+  const std::string* type = metadata.find_string(keys.key("rope.scaling.type"));
+  if (!type || *type == "linear") return RopeKind::kLinear;  // the default of llama.cpp
+  if (*type == "none") return RopeKind::kDefault;
+  if (*type == "yarn") return RopeKind::kYarn;
+  keys.refuse("rope.scaling.type", "'{}'; known are none, linear and yarn", type->substr(0, 80));
+}
+
+void read_yarn(const ArchKeys& keys, RopeConfig& rope) {
+  const double ext = keys.find_float("rope.scaling.yarn_ext_factor").value_or(1.0);
+  if (ext >= 0.0 && ext != 1.0) {  // negative: not set
+    keys.refuse("rope.scaling.yarn_ext_factor", "only 1, found {}", ext);
+  }
+  if (keys.find_float("rope.scaling.yarn_log_multiplier").value_or(0.0) != 0.0) {
+    keys.refuse("rope.scaling.yarn_log_multiplier", "not supported");
+  }
+  rope.beta_fast = keys.find_float("rope.scaling.yarn_beta_fast").value_or(32.0);
+  rope.beta_slow = keys.find_float("rope.scaling.yarn_beta_slow").value_or(1.0);
+  if (rope.beta_fast < 0.0) rope.beta_fast = 32.0;
+  if (rope.beta_slow < 0.0) rope.beta_slow = 1.0;
+  // yarn_attn_factor carries Hugging Face's attention_factor. 1 is also what writers put there when
+  // the model had none, so 1 means: by the formula.
+  const double given = keys.find_float("rope.scaling.yarn_attn_factor").value_or(1.0);
+  if (given > 0.0 && given != 1.0) rope.attention_factor = given;
+  const double extra = keys.find_float("rope.scaling.attn_factor").value_or(1.0);
+  if (extra != 1.0) {
+    rope.attention_factor = extra * static_cast<double>(rope_attention_scale(rope));
+  }
+}
+
+RopeConfig read_rope(const Metadata& metadata, const ArchKeys& keys, const ModelConfig& config) {
+  RopeConfig rope;
+  rope.theta = keys.find_float("rope.freq_base").value_or(10000.0);
+  rope.kind = read_rope_kind(metadata, keys);
+  if (rope.kind == RopeKind::kDefault) return rope;  // "none": a factor is not looked at
+  const std::optional<double> legacy = keys.find_float("rope.scale_linear");
+  const double factor = keys.find_float("rope.scaling.factor").value_or(legacy.value_or(1.0));
+  rope.factor = factor == 0.0 ? 1.0 : factor;
+  rope.original_max_position_embeddings = keys.find_int("rope.scaling.original_context_length")
+                                              .value_or(config.max_position_embeddings);
+  if (rope.kind == RopeKind::kYarn) {
+    read_yarn(keys, rope);
+    return rope;
+  }
+  if (keys.find_float("rope.scaling.attn_factor").value_or(1.0) != 1.0) {
+    keys.refuse("rope.scaling.attn_factor", "only with yarn scaling");
+  }
+  rope.original_max_position_embeddings = 0;
+  if (rope.factor == 1.0) rope.kind = RopeKind::kDefault;
+  return rope;
+}
+
+void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys,
+                             const ModelConfig& config) {
+  for (const std::string_view key : {"expert_count", "expert_used_count"}) {
+    if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "mixtures of experts");
+  }
+  if (!metadata.find_bool(keys.key("attention.causal")).value_or(true)) {
+    keys.refuse("attention.causal", "only causal attention");
+  }
+  if (const auto rotary = keys.find_int("rope.dimension_count")) {
+    if (*rotary != config.head_dim) {
+      keys.refuse("rope.dimension_count", "only the head's width ({}), found {}", config.head_dim,
+                  *rotary);
+    }
+  }
+  if (const auto width = keys.find_int("attention.value_length")) {
+    if (*width != config.head_dim) {
+      keys.refuse("attention.value_length", "only the key's width ({}), found {}", config.head_dim,
+                  *width);
+    }
+  }
+  for (const std::string_view key :
+       {"rope.scaling.alpha", "attention.clamp_kqv", "attn_logit_softcapping",
+        "final_logit_softcapping", "logit_scale"}) {
+    if (keys.find_float(key).value_or(0.0) != 0.0) keys.refuse(key, "not supported");
+  }
+}
+
+std::optional<std::int64_t> read_window(const ArchKeys& keys, const ModelConfig& config) {
+  const std::optional<std::int64_t> window = keys.find_int("attention.sliding_window");
+  if (!window || *window == 0) return std::nullopt;
+  if (*window < config.max_position_embeddings) {
+    keys.refuse("attention.sliding_window",
+                "a window of {} tokens in a context of {}; only full attention", *window,
+                config.max_position_embeddings);
+  }
+  return window;
+}
+
+// The end of a turn ends an answer as well as the end of the text does.
+void read_special_tokens(const Metadata& metadata, ModelConfig& config) {
+  const auto find_id = [&](const char* key) -> std::optional<std::int64_t> {
+    const std::optional<std::int64_t> id = metadata.find_int(key);
+    // 2^32 - 1 is llama.cpp's "none".
+    return id == -1 || id == 0xFFFFFFFF ? std::nullopt : id;
+  };
+  config.bos_token_id = find_id("tokenizer.ggml.bos_token_id");
+  config.pad_token_id = find_id("tokenizer.ggml.padding_token_id");
+  for (const char* key : {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"}) {
+    const std::optional<std::int64_t> id = find_id(key);
+    if (id && (config.eos_token_ids.empty() || config.eos_token_ids.front() != *id)) {
+      config.eos_token_ids.push_back(*id);
+    }
+  }
+}
+
+FieldName gguf_field_name(const Metadata& metadata, const ArchKeys& keys) {
+  return [&metadata, &keys](std::string_view field) -> std::string {
+    if (field.ends_with("_token_id")) {
+      const bool pad = field.starts_with("pad");
+      return fmt::format("metadata key 'tokenizer.ggml.{}'", pad ? "padding_token_id" : field);
+    }
+    if (field == "vocab_size" && !keys.contains("vocab_size") &&
+        metadata.contains("tokenizer.ggml.tokens")) {
+      return "metadata key 'tokenizer.ggml.tokens' (its count)";
+    }
+    for (const GgufField& known : kFields) {
+      if (known.field == field) return fmt::format("metadata key '{}'", keys.key(known.key));
+    }
+    return std::string(field);
+  };
+}
+
+}  // namespace
+
+ModelConfig parse_gguf_config(const Metadata& metadata) {
+  const GgufFamily& family = find_family(metadata);
+  const ArchKeys keys(metadata, family.architecture);
+  const FieldName name = gguf_field_name(metadata, keys);
+
+  ModelConfig config;
+  config.model_type = family.architecture;
+  config.rope_style = family.rope_style;
+  config.qkv_bias = family.qkv_bias;
+  config.qk_norm = family.qk_norm;
+  config.tensors_decide = true;
+
+  config.vocab_size = read_vocab_size(metadata, keys);
+  config.hidden_size = keys.get_int("embedding_length");
+  config.num_hidden_layers = keys.get_int("block_count");
+  config.max_position_embeddings = keys.get_int("context_length");
+  const auto per_layer = [&](std::string_view key) { return keys.find_per_layer(key); };
+  config.intermediate_size = require(keys, "feed_forward_length", per_layer("feed_forward_length"));
+  config.num_attention_heads =
+      require(keys, "attention.head_count", per_layer("attention.head_count"));
+  config.num_key_value_heads =
+      per_layer("attention.head_count_kv").value_or(config.num_attention_heads);
+  if (const auto width = keys.find_int("attention.key_length")) {
+    config.head_dim = *width;
+  } else {
+    config.head_dim = derived_head_dim(config.hidden_size, config.num_attention_heads, name);
+  }
+  config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
+  read_special_tokens(metadata, config);
+  refuse_unsupported_keys(metadata, keys, config);
+  config.sliding_window = read_window(keys, config);
+  config.rope = read_rope(metadata, keys, config);
+  check_model_config(config, name);
+  return config;
+}
+
+}  // namespace pianola
