@@ -91,6 +91,31 @@ std::string sanitize_utf8(std::string_view text) {
   return out;
 }
 
+std::string printable(std::string_view text, std::size_t limit) {
+  static constexpr char kHex[] = "0123456789abcdef";
+  std::string out;
+  while (!text.empty()) {
+    if (out.size() >= limit) return out + "...";
+    const Utf8Char c = decode_utf8(text);
+    // C1 controls (U+0080 to U+009F) can drive a terminal as escape sequences do.
+    const bool shown = c.valid && c.code_point >= 0x20 && c.code_point != '\\' &&
+                       (c.code_point < 0x7F || c.code_point > 0x9F);
+    const auto length = static_cast<std::size_t>(c.length);
+    for (const char byte : text.substr(0, length)) {
+      if (shown) {
+        out += byte;
+      } else if (byte == '\\') {
+        out += "\\\\";
+      } else {
+        const auto value = static_cast<unsigned char>(byte);
+        out += {'\\', 'x', kHex[value >> 4], kHex[value & 0xF]};
+      }
+    }
+    text.remove_prefix(length);
+  }
+  return out;
+}
+
 void append_utf8(std::string& out, char32_t c) {
   if (c < 0x80) {
     out += static_cast<char>(c);

@@ -30,6 +30,10 @@ std::size_t complete_utf8_prefix(std::string_view text);
 // bytes.decode("utf-8", "replace") does.
 std::string sanitize_utf8(std::string_view text);
 
+// Text from a file as a message may show it: control characters, DEL and bytes that are not UTF-8
+// become \xNN, a backslash \\, and what is longer than `limit` bytes is cut, with "..." behind it.
+std::string printable(std::string_view text, std::size_t limit = 100);
+
 void append_utf8(std::string& out, char32_t code_point);
 
 }  // namespace pianola

@@ -24,6 +24,8 @@ enum class DType : std::uint8_t {
   kQ6_K,
   kI32,
   kI64,
+  kI8,
+  kU8,
 };
 
 // A block is the smallest addressable unit: `elements` values in `bytes` bytes. Plain types have

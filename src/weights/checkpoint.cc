@@ -1,0 +1,79 @@
+#include "weights/checkpoint.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/check.h"
+#include "base/utf8.h"
+#include "weights/gguf.h"
+
+namespace pianola {
+
+std::unique_ptr<Checkpoint> open_checkpoint(const std::filesystem::path& path) {
+  return open_gguf(MappedFile(path));
+}
+
+Checkpoint::Checkpoint(std::filesystem::path folder, Parts parts)
+    : folder_(folder.empty() ? "." : std::move(folder)), parts_(std::move(parts)) {
+  for (const MappedFile& file : parts_.files) paths_.push_back(file.path());
+  by_name_ = index_by_name(parts_.tensors, folder_.string());
+}
+
+const char* Checkpoint::format_name() const {
+  return parts_.format == Format::kGguf ? "GGUF" : "Hugging Face safetensors";
+}
+
+const TensorInfo* Checkpoint::find(std::string_view name) const {
+  const auto it = std::lower_bound(
+      by_name_.begin(), by_name_.end(), name,
+      [&](std::uint32_t i, std::string_view n) { return parts_.tensors[i].name < n; });
+  if (it == by_name_.end() || parts_.tensors[*it].name != name) return nullptr;
+  return &parts_.tensors[*it];
+}
+
+const TensorInfo& Checkpoint::get(std::string_view name) const {
+  if (const TensorInfo* tensor = find(name)) return *tensor;
+  fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is missing", paths_.front().filename().string(),
+       printable(name));
+}
+
+TensorView Checkpoint::view(const TensorInfo& tensor) const {
+  const auto bytes = parts_.files[tensor.file].bytes().subspan(tensor.offset, tensor.bytes);
+  return {tensor.dtype, tensor.shape, bytes.data(), bytes.size()};
+}
+
+void Checkpoint::drop(const TensorInfo& tensor) const noexcept {
+  parts_.files[tensor.file].drop(tensor.offset, tensor.bytes);
+}
+
+const boost::json::value* Checkpoint::config() const {
+  return parts_.config ? &*parts_.config : nullptr;
+}
+
+const boost::json::value* Checkpoint::generation_config() const {
+  return parts_.generation_config ? &*parts_.generation_config : nullptr;
+}
+
+std::uint64_t Checkpoint::total_bytes() const {
+  std::uint64_t total = 0;
+  for (const MappedFile& file : parts_.files) total += file.bytes().size();
+  return total;
+}
+
+std::vector<std::uint32_t> index_by_name(const std::vector<TensorInfo>& tensors,
+                                         std::string_view where) {
+  std::vector<std::uint32_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), 0U);
+  std::sort(order.begin(), order.end(),
+            [&](std::uint32_t a, std::uint32_t b) { return tensors[a].name < tensors[b].name; });
+  const auto twice = std::adjacent_find(
+      order.begin(), order.end(),
+      [&](std::uint32_t a, std::uint32_t b) { return tensors[a].name == tensors[b].name; });
+  if (twice != order.end()) {
+    fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is there twice", where,
+         printable(tensors[*twice].name));
+  }
+  return order;
+}
+
+}  // namespace pianola
