@@ -1,0 +1,115 @@
+"""Writes a tiny transformers checkpoint as GGUF, with llama.cpp's conventions.
+
+Tensor names blk.N.*, rows of q and k interleaved for architecture llama, rope_freqs.weight for the
+llama3 scaling, matrices in the asked type, vectors in F32, no vocabulary.
+"""
+
+import math
+
+import gguf
+import numpy as np
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name):
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    stem, suffix = rest.rsplit(".", 1)
+    return f"blk.{layer}.{LAYER_NAMES[stem]}.{suffix}"
+
+
+def interleave_rows(weight, heads):
+    """Row i of the first half of a head and row i of the second become neighbours."""
+    width = weight.shape[0] // heads
+    return (
+        weight.reshape(heads, 2, width // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def llama3_factors(rope, head_dim):
+    """What the inverse frequencies are divided by."""
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        original = rope["original_max_position_embeddings"]
+        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(factor)
+        else:
+            keep = (original / wavelength - low) / (high - low)
+            factors.append(1.0 / ((1.0 - keep) / factor + keep))
+    return np.array(factors, dtype=np.float32)
+
+
+def export(path, config, tensors, matrix_type):
+    """config: a transformers config; tensors: name to float32 array; matrix_type: "F32", "Q8_0", ..."""
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name(f"pianola golden {config.model_type}")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if head_dim * config.num_attention_heads != config.hidden_size or arch == "qwen3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == "llama":
+        writer.add_rope_dimension_count(head_dim)
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "dynamic":
+        raise ValueError("GGUF has no dynamic rope")
+    writer.add_tokenizer_model("no_vocab")
+    quant = gguf.GGMLQuantizationType[matrix_type]
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if matrix_type == "F32" else f"MOSTLY_{matrix_type}"])
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
+    for name, array in tensors.items():
+        if arch == "llama" and ".q_proj." in name:
+            array = interleave_rows(array, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in name:
+            array = interleave_rows(array, config.num_key_value_heads)
+        array = np.ascontiguousarray(array, dtype=np.float32)
+        if array.ndim == 1:
+            writer.add_tensor(gguf_name(name), array)
+            continue
+        data = gguf.quants.quantize(array, quant)
+        if not np.array_equal(gguf.quants.dequantize(data, quant), array):
+            raise ValueError(f"{name}: {matrix_type} does not hold these weights exactly")
+        writer.add_tensor(gguf_name(name), data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,331 @@
+"""Makes tests/models/<family>/<case>/: tiny checkpoints and what transformers computes with them.
+
+    python tools/golden/make_checkpoints.py [--only llama/yarn] [--f32-gguf DIR]
+
+Each case folder holds
+    golden.json   tokens of each row, cache length, formats, versions, seed (see write_golden)
+    logits.f32    little-endian float32 [positions of all rows in order, vocab_size]
+    hf/           the Hugging Face folder; only config.json when "weights_from" names another case
+    *.gguf        the same weights as GGUF, named by the type of their matrices
+
+Weights are small integers times a power of two, chosen so that F32, BF16, F16 and Q8_0 (case q4:
+Q4_0 and Q4_1) hold them exactly: all files of a case share one golden, and a difference is an error
+of the reader or of the arithmetic, never rounding of the weights. They are large enough that no
+part of the model can be left out unseen; check_sensitivity() measures it.
+
+Everything follows from the seed; torch runs on one thread in float32 with eager attention.
+"""
+
+import argparse
+import copy
+import json
+import pathlib
+import platform
+import shutil
+import zlib
+
+import numpy as np
+import torch
+import transformers
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import gguf_export
+
+torch.set_num_threads(1)
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+OUT = ROOT / "tests" / "models"
+SEED = 20261130
+
+SMALL = dict(
+    vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    bos_token_id=1, eos_token_id=2, rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
+def rope(kind="default", theta=10000.0, **fields):
+    return {"rope_type": kind, "rope_theta": theta, **fields}
+
+
+# name: (config class, fields, how to store it, GGUF types).
+# store: dtype; shards; legacy: config.json as transformers 4 wrote it; weights_from; rows; grid.
+CASES = {
+    "llama/untied": (
+        LlamaConfig,
+        {**SMALL, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False,
+         "rope_parameters": rope(theta=500.0)},
+        dict(dtype="float32"),
+        ["F32"],
+    ),
+    "llama/tied": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": True, "rope_parameters": rope()},
+        dict(dtype="float16"),
+        ["F16", "Q8_0"],
+    ),
+    "llama/bias": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+         "rope_parameters": rope()},
+        dict(dtype="bfloat16", shards="60KB"),
+        ["Q8_0"],
+    ),
+    "llama/linear": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": True, "rope_parameters": rope("linear", factor=4.0)},
+        dict(weights_from="llama/tied", legacy=True),
+        ["Q8_0"],
+    ),
+    "llama/dynamic": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": True, "max_position_embeddings": 32,
+         "rope_parameters": rope("dynamic", factor=2.0)},
+        # Both rows are longer than the 32 positions, and the longer one comes first: transformers
+        # then keeps its base for the second, as an engine with max_seq_len 48 does from the start.
+        dict(weights_from="llama/tied", rows=(48, 40), max_seq_len=48),
+        [],
+    ),
+    "llama/yarn": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": True,
+         "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64)},
+        dict(weights_from="llama/tied"),
+        ["Q8_0"],
+    ),
+    "llama/llama3": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": True,
+         "rope_parameters": rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                 original_max_position_embeddings=32)},
+        dict(weights_from="llama/tied", legacy=True),
+        ["Q8_0"],
+    ),
+    "llama/q4": (
+        LlamaConfig,
+        {**SMALL, "tie_word_embeddings": False, "rope_parameters": rope()},
+        dict(dtype="float16", grid=4, keep_hf=False),
+        ["Q4_0", "Q4_1"],
+    ),
+    "llama/smollm2": (
+        LlamaConfig,
+        {**SMALL, "vocab_size": 192, "hidden_size": 96, "intermediate_size": 64,
+         "num_attention_heads": 6, "tie_word_embeddings": True,
+         "rope_parameters": rope(theta=100000.0)},
+        dict(dtype="bfloat16", legacy=True),
+        ["Q8_0"],
+    ),
+    "mistral/full": (
+        MistralConfig,
+        {**SMALL, "sliding_window": None, "tie_word_embeddings": False,
+         "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="bfloat16"),
+        ["Q8_0"],
+    ),
+    "qwen2/tied": (
+        Qwen2Config,
+        {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+         "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="float16"),
+        ["Q8_0"],
+    ),
+    "qwen3/tied": (
+        Qwen3Config,
+        {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 32,
+         "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="bfloat16"),
+        ["Q8_0"],
+    ),
+}  # fmt: skip
+
+
+def rng_for(*names):
+    return np.random.default_rng([SEED, *(zlib.crc32(name.encode()) for name in names)])
+
+
+def grid_weight(rng, shape, bits):
+    """Integers times a power of two; each block of 32 spans the whole range, so that its scale in
+    Q8_0 (or Q4_0 and Q4_1) is that power."""
+    low, high, spread, exponent = (-127, 127, 40.0, -8) if bits == 8 else (-8, 7, 3.0, -5)
+    values = np.clip(np.rint(rng.normal(0.0, spread, size=shape)), low, high)
+    blocks = values.reshape(-1, 32)
+    places = np.argsort(rng.random(blocks.shape), axis=1)
+    rows = np.arange(len(blocks))
+    signs = rng.integers(0, 2, size=len(blocks))
+    blocks[rows, places[:, 0]] = np.where(signs == 0, low, high)
+    if bits == 4:
+        blocks[rows, places[:, 0]] = low
+        blocks[rows, places[:, 1]] = high
+    return (blocks.reshape(shape) * 2.0**exponent).astype(np.float32)
+
+
+def make_weights(model, case, bits):
+    """name: float32 array, for each parameter that the checkpoint stores."""
+    tensors = {}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        rng = rng_for(case, name)
+        shape = tuple(parameter.shape)
+        if len(shape) == 2:
+            tensors[name] = grid_weight(rng, shape, bits)
+        elif name.endswith("norm.weight"):
+            tensors[name] = (rng.integers(64, 192, size=shape) / 128.0).astype(np.float32)
+        else:  # biases
+            tensors[name] = (rng.integers(-127, 128, size=shape) / 128.0).astype(np.float32)
+    return tensors
+
+
+def load_weights(model, tensors):
+    state = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    if sorted(missing) != tied or unexpected:
+        raise ValueError(f"missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+
+
+def make_rows(case, vocab_size, lengths):
+    rng = rng_for(case, "tokens")
+    return [rng.integers(0, vocab_size, size=n).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def logits_of(model, rows):
+    return [model(torch.tensor([row])).logits[0].double().numpy() for row in rows]
+
+
+def legacy_config(folder):
+    """Rewrites config.json as transformers 4 did: rope_theta, rope_scaling, torch_dtype."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    kind = parameters.pop("rope_type")
+    config["rope_scaling"] = None
+    if kind != "default":
+        # Early files say "type"; those of Llama 3 say "rope_type".
+        config["rope_scaling"] = {"rope_type" if kind == "llama3" else "type": kind, **parameters}
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    config.pop("transformers_version", None)
+    path.write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+
+
+def write_hf(folder, model, store):
+    shutil.rmtree(folder, ignore_errors=True)
+    kept = copy.deepcopy(model).to(getattr(torch, store.get("dtype", "float32")))
+    kept.save_pretrained(folder, max_shard_size=store.get("shards", "5GB"))
+    if store.get("legacy"):
+        legacy_config(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if "weights_from" in store:
+        for path in folder.iterdir():
+            if path.name != "config.json":
+                path.unlink()
+    return config
+
+
+def reload(folder, model, store, tensors):
+    """The model as transformers reads it back from the folder, in float32."""
+    if "weights_from" in store:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        again = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        load_weights(again, tensors)
+        return again.eval()
+    return (
+        type(model)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
+
+
+def check_sensitivity(model, tensors, rows, reference):
+    """The least change of the largest logit difference, over taking each kind of tensor away
+    (zeros for matrices and biases, ones for norms). Guards against tests that cannot fail."""
+    least = (np.inf, "")
+    for suffix in sorted({name.split(".", 3)[-1] if "layers" in name else name for name in tensors}):
+        changed = {}
+        for name, array in tensors.items():
+            hit = name.endswith(suffix)
+            neutral = np.ones_like(array) if "norm" in name else np.zeros_like(array)
+            changed[name] = neutral if hit else array
+        load_weights(model, changed)
+        difference = max(
+            np.abs(a - b).max() for a, b in zip(logits_of(model, rows), reference, strict=True)
+        )
+        least = min(least, (float(difference), suffix))
+    load_weights(model, tensors)
+    return least
+
+
+def write_golden(folder, case, model, store, rows, logits, exact, gguf_types):
+    np.concatenate(logits).astype("<f4").tofile(folder / "logits.f32")
+    golden = {
+        "script": "tools/golden/make_checkpoints.py",
+        "seed": SEED,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "case": case,
+        "model_type": model.config.model_type,
+        "vocab_size": model.config.vocab_size,
+        # The cache length the goldens hold for: the dynamic rope depends on it.
+        "max_seq_len": store.get("max_seq_len", 128),
+        "rows": rows,
+        "logits": "logits.f32",
+        # |float32 - float64| of transformers itself: the noise of the oracle.
+        "oracle_noise": float(max(np.abs(a - b).max() for a, b in zip(logits, exact, strict=True))),
+        "largest_logit": float(max(np.abs(a).max() for a in logits)),
+        "hf": store.get("keep_hf", True),
+        "weights_from": store.get("weights_from"),
+        "gguf": [f"{kind.lower()}.gguf" for kind in gguf_types],
+    }
+    (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+    return golden
+
+
+def make_case(case, extra_gguf=None):
+    config_class, fields, store, gguf_types = CASES[case]
+    config = config_class(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    tensors = make_weights(model, store.get("weights_from", case), store.get("grid", 8))
+    load_weights(model, tensors)
+
+    folder = OUT / case
+    folder.mkdir(parents=True, exist_ok=True)
+    write_hf(folder / "hf", model, store)
+    model = reload(folder / "hf", model, store, tensors)
+    if not store.get("keep_hf", True):
+        shutil.rmtree(folder / "hf")
+    rows = make_rows(case, config.vocab_size, store.get("rows", (48, 17)))
+    logits = logits_of(model, rows)
+    exact = logits_of(copy.deepcopy(model).double(), rows)
+    sensitivity = check_sensitivity(model, tensors, rows, logits)
+    for kind in gguf_types:
+        gguf_export.export(folder / f"{kind.lower()}.gguf", config, tensors, kind)
+    if extra_gguf and config.rope_parameters["rope_type"] != "dynamic":
+        gguf_export.export(extra_gguf / f"{case.replace('/', '-')}-f32.gguf", config, tensors, "F32")
+    golden = write_golden(folder, case, model, store, rows, logits, exact, gguf_types)
+    print(
+        f"{case:16} noise {golden['oracle_noise']:.1e} largest {golden['largest_logit']:.2f} "
+        f"least sensitive {sensitivity[1]} {sensitivity[0]:.2f}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="one case")
+    parser.add_argument("--f32-gguf", type=pathlib.Path, help="also write F32 GGUF files there")
+    arguments = parser.parse_args()
+    if arguments.f32_gguf:
+        arguments.f32_gguf.mkdir(parents=True, exist_ok=True)
+    for case in [arguments.only] if arguments.only else CASES:
+        make_case(case, arguments.f32_gguf)
+
+
+if __name__ == "__main__":
+    main()
