@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/utf8.h"
 
 namespace pianola {
 namespace {
@@ -54,7 +55,7 @@ struct StrictHandler {
     key.append(part.data(), part.size());
     std::string full = std::exchange(key, {});
     if (!keys.back().insert(full).second) {
-      return refuse(fmt::format("duplicate key '{}'", full.substr(0, 80)), ec);
+      return refuse(fmt::format("duplicate key '{}'", printable(full)), ec);
     }
     return true;
   }

@@ -6,11 +6,39 @@
 #include "base/check.h"
 #include "base/utf8.h"
 #include "weights/gguf.h"
+#include "weights/safetensors.h"
 
 namespace pianola {
 
 std::unique_ptr<Checkpoint> open_checkpoint(const std::filesystem::path& path) {
-  return open_gguf(MappedFile(path));
+  std::error_code ec;
+  if (std::filesystem::is_directory(path, ec)) return open_hugging_face(path, {});
+  MappedFile file(path);
+  check_not_pointer(file);
+  if (is_gguf(file.bytes()) || path.extension() == ".gguf") return open_gguf(std::move(file));
+  if (path.extension() == ".safetensors") {
+    const std::filesystem::path folder = path.parent_path();
+    return open_hugging_face(folder.empty() ? "." : folder, path);
+  }
+  fail(
+      ErrorCode::kUnsupported,
+      "{}: neither a GGUF nor a .safetensors file; give one of these, or a folder with config.json "
+      "and model.safetensors",
+      path.string());
+}
+
+void check_not_pointer(const MappedFile& file) {
+  constexpr std::string_view kPointer = "version https://git-lfs.github.com/spec/";
+  const auto bytes = file.bytes();
+  if (bytes.empty()) fail(ErrorCode::kInvalidModel, "{}: the file is empty", file.path().string());
+  const std::string_view start(reinterpret_cast<const char*>(bytes.data()),
+                               std::min(bytes.size(), kPointer.size()));
+  if (start == kPointer) {
+    fail(ErrorCode::kInvalidModel,
+         "{}: the file is {} bytes and looks like a Git LFS pointer; fetch the real file (git lfs "
+         "pull)",
+         file.path().string(), bytes.size());
+  }
 }
 
 Checkpoint::Checkpoint(std::filesystem::path folder, Parts parts)

@@ -92,6 +92,9 @@ class Checkpoint {
 // config.json with model.safetensors or model.safetensors.index.json.
 std::unique_ptr<Checkpoint> open_checkpoint(const std::filesystem::path& path);
 
+// Refuses a file that is empty or only a Git LFS pointer to the real one.
+void check_not_pointer(const MappedFile& file);
+
 // Sorts `tensors` by name into indices. Throws InvalidModel naming `where` and the tensor when two
 // have one name. (Sorted, not hashed: a hostile file cannot make it slow.)
 std::vector<std::uint32_t> index_by_name(const std::vector<TensorInfo>& tensors,
