@@ -1,0 +1,374 @@
+#include "backends/cpu/kernels/attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "backends/cpu/kernels/attention_kernels.h"
+
+namespace pianola::cpu {
+namespace {
+
+// Positions whose partial results are joined before the next ones start. Short enough that two
+// workers share a context of a few hundred tokens, long enough that joining costs little.
+constexpr int kSplitPositions = 256;
+// Rows (query heads of one kv head, of consecutive tokens of one slot) that share a pass over the
+// cache: enough that converting and transposing a block is a small part of the work.
+constexpr int kTileRows = 96;
+// Steps of up to this many tokens may spread one token's positions over workers. It bounds the
+// memory for partial results; larger steps have work for everyone.
+constexpr int kMaxSplitTokens = 16;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+const AttentionKernels& kernels(Isa isa, int head_dim) {
+#if defined(__x86_64__)
+  if (isa >= Isa::kAvx512 && head_dim % attention_kernels_avx512().lanes == 0) {
+    return attention_kernels_avx512();
+  }
+  if (isa >= Isa::kAvx2) return attention_kernels_avx2();
+#endif
+  return attention_kernels_portable();
+}
+
+int split_count(int length) { return (length + kSplitPositions - 1) / kSplitPositions; }
+
+// Consecutive tokens of one slot that are computed together.
+struct Tile {
+  int first = 0;
+  int tokens = 0;
+  int length = 0;  // positions that the furthest of them attends to
+};
+
+// The tile that starts at or after token `from`, past any padding; tokens == 0: there is none.
+Tile next_tile(const AttentionArgs& args, int from) {
+  const int most = std::max(1, kTileRows / (args.heads / args.cache.kv_heads));
+  Tile tile{from, 0, 0};
+  while (tile.first < args.tokens && args.positions[tile.first] < 0) ++tile.first;
+  int t = tile.first;
+  for (; t < args.tokens && t - tile.first < most; ++t) {
+    if (args.positions[t] < 0 || args.slots[t] != args.slots[tile.first]) break;
+    tile.length = std::max(tile.length, args.positions[t] + 1);
+  }
+  tile.tokens = t - tile.first;
+  return tile;
+}
+
+// Whether one token's splits go to different workers, to be joined by combine().
+bool splits_positions(const AttentionArgs& args, int workers) {
+  if (workers == 1 || args.tokens > kMaxSplitTokens) return false;
+  int tiles = 0;
+  int longest = 0;
+  for (Tile tile = next_tile(args, 0); tile.tokens > 0;
+       tile = next_tile(args, tile.first + tile.tokens)) {
+    ++tiles;
+    longest = std::max(longest, tile.length);
+  }
+  return longest > kSplitPositions && tiles * args.cache.kv_heads < 4 * workers;
+}
+
+// A piece of work: one kv head of one tile, over all splits or over one.
+struct Item {
+  Tile tile;
+  int kv_head = 0;
+  int split = 0;
+  int splits = 0;
+};
+
+// Calls visit(item, cost) for every item of the step, in an order in which neighbours read
+// neighbouring memory.
+template <typename Visit>
+void for_each_item(const AttentionArgs& args, bool split, Visit visit) {
+  for (Tile tile = next_tile(args, 0); tile.tokens > 0;
+       tile = next_tile(args, tile.first + tile.tokens)) {
+    const int splits = split_count(tile.length);
+    const int pieces = split ? splits : 1;
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int positions =
+          split ? std::min(kSplitPositions, tile.length - piece * kSplitPositions) : tile.length;
+      for (int head = 0; head < args.cache.kv_heads; ++head) {
+        visit(Item{tile, head, piece, split ? 1 : splits},
+              static_cast<std::int64_t>(positions) * (tile.tokens + 1));
+      }
+    }
+  }
+}
+
+constexpr std::size_t align(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// One worker's work space.
+struct Workspace {
+  float* queries = nullptr;    // [kTileRows, head_dim], scaled
+  float* acc = nullptr;        // [kTileRows, head_dim] of the current split
+  float* total_acc = nullptr;  // [kTileRows, head_dim] of the splits before it
+  float* m = nullptr;          // [kTileRows], and so on
+  float* l = nullptr;
+  float* total_m = nullptr;
+  float* total_l = nullptr;
+  float* scores = nullptr;  // [kTileRows, 64]
+  float* tile = nullptr;    // [head_dim, 64]
+  int* counts = nullptr;    // [kTileRows]
+
+  // Lays the parts out from `base` on and returns their size; with nullptr it only measures.
+  std::size_t assign(std::byte* base, int rows, int head_dim) {
+    std::size_t size = 0;
+    const auto take = [&](auto*& part, int elements) {
+      using Element = std::remove_reference_t<decltype(*part)>;
+      if (base != nullptr) part = reinterpret_cast<Element*>(base + size);
+      size += align(static_cast<std::size_t>(elements) * sizeof(Element));
+    };
+    for (float** part : {&queries, &acc, &total_acc}) take(*part, rows * head_dim);
+    for (float** part : {&m, &l, &total_m, &total_l}) take(*part, rows);
+    take(scores, rows * kBlockPositions);
+    take(tile, head_dim * kBlockPositions);
+    take(counts, rows);
+    return size;
+  }
+};
+
+// Rows of the largest tile of a step: many query heads may share one kv head.
+int tile_rows(int heads, int kv_heads) { return std::max(kTileRows, heads / kv_heads); }
+
+std::size_t workspace_bytes(int heads, const KvCache& cache) {
+  return Workspace{}.assign(nullptr, tile_rows(heads, cache.kv_heads), cache.head_dim);
+}
+
+// Partial results: for each (token, head, split) m, l and, 16 floats on, acc.
+constexpr int kPartialHeader = 16;
+
+struct Partials {
+  float* base = nullptr;
+  int heads = 0;
+  int splits = 0;  // of a full slot
+  int head_dim = 0;
+
+  float* at(int token, int head, int split) const {
+    const auto index = (static_cast<std::size_t>(token) * static_cast<std::size_t>(heads) +
+                        static_cast<std::size_t>(head)) *
+                           static_cast<std::size_t>(splits) +
+                       static_cast<std::size_t>(split);
+    return base + index * static_cast<std::size_t>(kPartialHeader + head_dim);
+  }
+};
+
+Partials partials_of(const AttentionArgs& args, void* scratch, int workers) {
+  auto* bytes = static_cast<std::byte*>(scratch);
+  const std::size_t used =
+      workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(workers);
+  return {reinterpret_cast<float*>(bytes + used), args.heads, split_count(args.cache.capacity),
+          args.cache.head_dim};
+}
+
+// Where a block of a kv head starts.
+std::ptrdiff_t block_offset(const KvCache& cache, int slot, int block, int kv_head) {
+  const std::ptrdiff_t blocks = cache.capacity / kBlockPositions;
+  const std::ptrdiff_t index = (slot * blocks + block) * cache.kv_heads + kv_head;
+  return index * kBlockPositions * cache.head_dim *
+         static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
+}
+
+// Computes one item: the state of one tile and kv head while it walks over the cache.
+class Walk {
+ public:
+  Walk(const AttentionArgs& args, const Item& item, const Workspace& space)
+      : args_(args),
+        item_(item),
+        space_(space),
+        kernels_(kernels(args.isa, args.cache.head_dim)),
+        group_(args.heads / args.cache.kv_heads),
+        rows_(item.tile.tokens * group_),
+        dim_(args.cache.head_dim) {
+    for (int row = 0; row < rows_; ++row) {
+      kernels_.scale(dim_, args_.queries + token(row) * args_.query_stride + head(row) * dim_,
+                     args_.scale, space_.queries + row * dim_);
+    }
+  }
+
+  // All splits, joined as they come, to the output.
+  void run() {
+    for (int split = 0; split < item_.splits; ++split) {
+      attend(split);
+      for (int row = 0; row < rows_; ++row) {
+        const float* acc = space_.acc + row * dim_;
+        float* total = space_.total_acc + row * dim_;
+        if (split == 0) {
+          space_.total_m[row] = space_.m[row];
+          space_.total_l[row] = space_.l[row];
+          std::memcpy(total, acc, static_cast<std::size_t>(dim_) * sizeof(float));
+        } else if (length(row) > split * kSplitPositions) {
+          kernels_.merge(dim_, space_.m[row], space_.l[row], acc, &space_.total_m[row],
+                         &space_.total_l[row], total);
+        }
+      }
+    }
+    for (int row = 0; row < rows_; ++row) {
+      kernels_.finish(dim_, space_.total_l[row], space_.total_acc + row * dim_,
+                      args_.output + token(row) * args_.output_stride + head(row) * dim_);
+    }
+  }
+
+  // The item's one split, to the partial results.
+  void run_partial(const Partials& partials) {
+    attend(item_.split);
+    for (int row = 0; row < rows_; ++row) {
+      if (length(row) <= item_.split * kSplitPositions) continue;
+      float* partial = partials.at(token(row), head(row), item_.split);
+      partial[0] = space_.m[row];
+      partial[1] = space_.l[row];
+      std::memcpy(partial + kPartialHeader, space_.acc + row * dim_,
+                  static_cast<std::size_t>(dim_) * sizeof(float));
+    }
+  }
+
+ private:
+  int token(int row) const { return item_.tile.first + row / group_; }
+  int head(int row) const { return item_.kv_head * group_ + row % group_; }
+  int length(int row) const { return args_.positions[token(row)] + 1; }
+
+  void attend(int split) {
+    std::fill_n(space_.m, rows_, -kInfinity);
+    std::fill_n(space_.l, rows_, 0.0F);
+    std::fill_n(space_.acc, rows_ * dim_, 0.0F);
+    const int first = split * kSplitPositions;
+    const int end = std::min(first + kSplitPositions, item_.tile.length);
+    for (int position = first; position < end; position += kBlockPositions) attend_block(position);
+  }
+
+  void attend_block(int position) {
+    AttentionBlock block;
+    block.dtype = args_.cache.dtype;
+    const std::ptrdiff_t offset = block_offset(args_.cache, args_.slots[item_.tile.first],
+                                               position / kBlockPositions, item_.kv_head);
+    block.keys = static_cast<const std::byte*>(args_.cache.keys) + offset;
+    block.values = static_cast<const std::byte*>(args_.cache.values) + offset;
+    block.head_dim = dim_;
+    block.rows = rows_;
+    for (int row = 0; row < rows_; ++row) {
+      space_.counts[row] = std::clamp(length(row) - position, 0, kBlockPositions);
+    }
+    block.max_count = std::min(item_.tile.length - position, kBlockPositions);
+    block.counts = space_.counts;
+    block.queries = space_.queries;
+    block.m = space_.m;
+    block.l = space_.l;
+    block.acc = space_.acc;
+    block.scores = space_.scores;
+    block.tile = space_.tile;
+    kernels_.block(block);
+  }
+
+  const AttentionArgs& args_;
+  const Item& item_;
+  const Workspace& space_;
+  const AttentionKernels& kernels_;
+  int group_;
+  int rows_;
+  int dim_;
+};
+
+void clear_padding(const AttentionArgs& args, int worker, int workers) {
+  for (int t = worker; t < args.tokens; t += workers) {
+    if (args.positions[t] >= 0) continue;
+    std::fill_n(args.output + t * args.output_stride, args.heads * args.cache.head_dim, 0.0F);
+  }
+}
+
+}  // namespace
+
+bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim) {
+  return (cache_dtype == DType::kF32 || cache_dtype == DType::kF16 ||
+          cache_dtype == DType::kBF16) &&
+         kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && head_dim > 0 && head_dim <= 512 &&
+         head_dim % 8 == 0;
+}
+
+std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens, int workers) {
+  std::size_t bytes = workspace_bytes(heads, cache) * static_cast<std::size_t>(workers);
+  if (workers > 1) {
+    bytes += static_cast<std::size_t>(std::min(tokens, kMaxSplitTokens)) *
+             static_cast<std::size_t>(heads) *
+             static_cast<std::size_t>(split_count(cache.capacity)) *
+             static_cast<std::size_t>(kPartialHeader + cache.head_dim) * sizeof(float);
+  }
+  return align(bytes);
+}
+
+void append(const AppendArgs& args, int worker, int workers) {
+  const KvCache& cache = args.cache;
+  const AttentionKernels& kernel = kernels(args.isa, cache.head_dim);
+  const auto row_size = static_cast<std::ptrdiff_t>(cache.head_dim) *
+                        static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
+  const std::int64_t rows = static_cast<std::int64_t>(args.tokens) * cache.kv_heads;
+  const std::int64_t end = rows * (worker + 1) / workers;
+  for (std::int64_t row = rows * worker / workers; row < end; ++row) {
+    const std::int64_t t = row / cache.kv_heads;
+    const int head = static_cast<int>(row % cache.kv_heads);
+    const int position = args.positions[t];
+    if (position < 0) continue;
+    const std::ptrdiff_t offset =
+        block_offset(cache, args.slots[t], position / kBlockPositions, head) +
+        position % kBlockPositions * row_size;
+    const std::ptrdiff_t from = t * args.stride + head * cache.head_dim;
+    kernel.store(cache.dtype, cache.head_dim, args.keys + from,
+                 static_cast<std::byte*>(cache.keys) + offset);
+    kernel.store(cache.dtype, cache.head_dim, args.values + from,
+                 static_cast<std::byte*>(cache.values) + offset);
+  }
+}
+
+void attend(const AttentionArgs& args, void* scratch, int worker, int workers) {
+  clear_padding(args, worker, workers);
+  Workspace space;
+  space.assign(static_cast<std::byte*>(scratch) +
+                   workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(worker),
+               tile_rows(args.heads, args.cache.kv_heads), args.cache.head_dim);
+  const bool split = splits_positions(args, workers);
+  const Partials partials = partials_of(args, scratch, workers);
+
+  std::int64_t total = 0;
+  for_each_item(args, split, [&](const Item&, std::int64_t cost) { total += cost; });
+  // Contiguous shares of about equal cost: an item belongs to the worker in whose share its middle
+  // lies.
+  std::int64_t before = 0;
+  for_each_item(args, split, [&](const Item& item, std::int64_t cost) {
+    const std::int64_t middle = before + cost / 2;
+    before += cost;
+    if (middle * workers / total != worker) return;
+    Walk walk(args, item, space);
+    if (split) {
+      walk.run_partial(partials);
+    } else {
+      walk.run();
+    }
+  });
+}
+
+bool attention_needs_combine(const AttentionArgs& args, int workers) {
+  return splits_positions(args, workers);
+}
+
+void combine(const AttentionArgs& args, void* scratch, int worker, int workers) {
+  if (!splits_positions(args, workers)) return;
+  const AttentionKernels& kernel = kernels(args.isa, args.cache.head_dim);
+  const Partials partials = partials_of(args, scratch, workers);
+  const int dim = args.cache.head_dim;
+  const int rows = args.tokens * args.heads;
+  const int end = static_cast<int>(static_cast<std::int64_t>(rows) * (worker + 1) / workers);
+  for (int row = static_cast<int>(static_cast<std::int64_t>(rows) * worker / workers); row < end;
+       ++row) {
+    const int token = row / args.heads;
+    const int head = row % args.heads;
+    if (args.positions[token] < 0) continue;
+    // The first split's partial result becomes the total, in place.
+    float* total = partials.at(token, head, 0);
+    for (int split = 1; split < split_count(args.positions[token] + 1); ++split) {
+      const float* partial = partials.at(token, head, split);
+      kernel.merge(dim, partial[0], partial[1], partial + kPartialHeader, &total[0], &total[1],
+                   total + kPartialHeader);
+    }
+    kernel.finish(dim, total[1], total + kPartialHeader,
+                  args.output + token * args.output_stride + head * dim);
+  }
+}
+
+}  // namespace pianola::cpu

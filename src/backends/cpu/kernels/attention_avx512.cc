@@ -1,0 +1,9 @@
+#include "backends/cpu/kernels/simd_avx512.h"
+// After the vectors it is written over.
+#include "backends/cpu/kernels/attention_body.h"
+
+namespace pianola::cpu {
+
+const AttentionKernels& attention_kernels_avx512() { return kKernels; }
+
+}  // namespace pianola::cpu

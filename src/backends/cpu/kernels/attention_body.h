@@ -1,0 +1,368 @@
+// The arithmetic of attention, written once over the vectors of simd_*.h; included by exactly one
+// .cc file for each instruction set, after that header.
+//
+// One order. The score of a row and a key is computed as kLanes partial sums (lane i adds the
+// products at i, i + kLanes, i + 2 * kLanes, ...), which are then folded by the distances kLanes /
+// 2,
+// ..., 2, 1. With few rows the lanes of a vector are these partial sums; with many rows the keys
+// are transposed and the lanes of a vector are keys, each partial sum a vector of its own. Both
+// give the same bits, so a token does not depend on how many others are computed with it.
+// Everything else goes position by position for each row.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/cpu/kernels/attention_kernels.h"
+
+namespace pianola::cpu {
+namespace {
+
+using F = Simd::F;
+constexpr int kLanes = Simd::kLanes;
+// From this many rows on, transposing the keys pays.
+constexpr int kManyRows = 12;
+
+struct LoadF32 {
+  using Element = float;
+  static F at(const Element* p) { return Simd::load(p); }
+};
+struct LoadF16 {
+  using Element = std::uint16_t;
+  static F at(const Element* p) { return Simd::load_f16(p); }
+};
+struct LoadBf16 {
+  using Element = std::uint16_t;
+  static F at(const Element* p) { return Simd::load_bf16(p); }
+};
+
+// --- Scores, few rows: the lanes of a vector are partial sums. ---
+
+// Partial sums of kRows rows with kKeys keys that are kStride apart.
+template <typename Load, int kRows, int kKeys, int kStride>
+inline void partial_sums(const typename Load::Element* keys, int head_dim, const float* queries,
+                         F (&sums)[kKeys][kRows]) {
+  for (int k = 0; k < kKeys; ++k) {
+    for (int r = 0; r < kRows; ++r) sums[k][r] = Simd::zero();
+  }
+  for (int d = 0; d < head_dim; d += kLanes) {
+    F query[kRows];
+    for (int r = 0; r < kRows; ++r) query[r] = Simd::load(queries + r * head_dim + d);
+    for (int k = 0; k < kKeys; ++k) {
+      const F key = Load::at(keys + k * kStride * head_dim + d);
+      for (int r = 0; r < kRows; ++r) sums[k][r] = Simd::fma(query[r], key, sums[k][r]);
+    }
+  }
+}
+
+// Scores of the keys first, first + kBit, first + 2 * kBit, ... below kLanes, with lanes that stand
+// for other keys left over to the caller's folds. Keys at or beyond `count` are not read.
+template <typename Load, int kRows, int kBit>
+inline void folded_scores(const typename Load::Element* keys, int count, int head_dim,
+                          const float* queries, int first, F (&out)[kRows]) {
+  if (first >= count) {
+    for (int r = 0; r < kRows; ++r) out[r] = Simd::zero();
+    return;
+  }
+  if constexpr (kBit == kLanes / 2) {
+    if (first + kBit < count) {
+      F sums[2][kRows];
+      partial_sums<Load, kRows, 2, kBit>(keys + first * head_dim, head_dim, queries, sums);
+      for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(sums[0][r], sums[1][r]);
+    } else {
+      F sums[1][kRows];
+      partial_sums<Load, kRows, 1, kBit>(keys + first * head_dim, head_dim, queries, sums);
+      for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(sums[0][r], Simd::zero());
+    }
+  } else {
+    F other[kRows];
+    folded_scores<Load, kRows, kBit * 2>(keys, count, head_dim, queries, first, out);
+    folded_scores<Load, kRows, kBit * 2>(keys, count, head_dim, queries, first + kBit, other);
+    for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(out[r], other[r]);
+  }
+}
+
+template <typename Load, int kRows>
+void scores_of_rows(const AttentionBlock& b, int row) {
+  const auto* keys = static_cast<const typename Load::Element*>(b.keys);
+  const float* queries = b.queries + row * b.head_dim;
+  for (int key = 0; key < b.max_count; key += kLanes) {
+    F out[kRows];
+    folded_scores<Load, kRows, 1>(keys + key * b.head_dim, b.max_count - key, b.head_dim, queries,
+                                  0, out);
+    for (int r = 0; r < kRows; ++r) {
+      Simd::store(b.scores + (row + r) * kBlockPositions + key, out[r]);
+    }
+  }
+}
+
+template <typename Load>
+void scores_of_few(const AttentionBlock& b) {
+  int row = 0;
+  for (; row + 4 <= b.rows; row += 4) scores_of_rows<Load, 4>(b, row);
+  if (b.rows - row == 3) scores_of_rows<Load, 3>(b, row);
+  if (b.rows - row == 2) scores_of_rows<Load, 2>(b, row);
+  if (b.rows - row == 1) scores_of_rows<Load, 1>(b, row);
+}
+
+// --- Scores, many rows: the lanes of a vector are keys. ---
+
+template <int kBit>
+inline void transpose_stage(F (&x)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i) {
+    if ((i & kBit) == 0) Simd::exchange<kBit>(x[i], x[i + kBit]);
+  }
+}
+
+// tile[d, key] = keys[key, d]; columns at or beyond max_count, as far as tile_scores reads, are
+// zero.
+template <typename Load>
+void transpose_keys(const AttentionBlock& b) {
+  constexpr int kStep = kLanes * Simd::kTileVectors;
+  const auto* keys = static_cast<const typename Load::Element*>(b.keys);
+  const int end = (b.max_count + kStep - 1) / kStep * kStep;
+  for (int key = 0; key < end; key += kLanes) {
+    for (int d = 0; d < b.head_dim; d += kLanes) {
+      F x[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        x[i] = key + i < b.max_count ? Load::at(keys + (key + i) * b.head_dim + d) : Simd::zero();
+      }
+      if constexpr (kLanes == 16) transpose_stage<8>(x);
+      transpose_stage<4>(x);
+      transpose_stage<2>(x);
+      transpose_stage<1>(x);
+      for (int i = 0; i < kLanes; ++i) Simd::store(b.tile + (d + i) * kBlockPositions + key, x[i]);
+    }
+  }
+}
+
+// The partial sums `lane` + multiples of kBit, folded, of kRows rows and kVectors vectors of keys.
+template <int kRows, int kVectors, int kBit>
+inline void folded_tile(const float* tile, int head_dim, const float* queries, int lane,
+                        F (&out)[kRows][kVectors]) {
+  if constexpr (kBit == kLanes) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) out[r][v] = Simd::zero();
+    }
+    for (int d = lane; d < head_dim; d += kLanes) {
+      F key[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        key[v] = Simd::load(tile + d * kBlockPositions + v * kLanes);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const F query = Simd::set(queries[r * head_dim + d]);
+        for (int v = 0; v < kVectors; ++v) out[r][v] = Simd::fma(query, key[v], out[r][v]);
+      }
+    }
+  } else {
+    F other[kRows][kVectors];
+    folded_tile<kRows, kVectors, kBit * 2>(tile, head_dim, queries, lane, out);
+    folded_tile<kRows, kVectors, kBit * 2>(tile, head_dim, queries, lane + kBit, other);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) out[r][v] = Simd::add(out[r][v], other[r][v]);
+    }
+  }
+}
+
+template <int kRows>
+void tile_scores_of_rows(const AttentionBlock& b, int row) {
+  constexpr int kVectors = Simd::kTileVectors;
+  for (int key = 0; key < b.max_count; key += kVectors * kLanes) {
+    F out[kRows][kVectors];
+    folded_tile<kRows, kVectors, 1>(b.tile + key, b.head_dim, b.queries + row * b.head_dim, 0, out);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        Simd::store(b.scores + (row + r) * kBlockPositions + key + v * kLanes, out[r][v]);
+      }
+    }
+  }
+}
+
+void tile_scores(const AttentionBlock& b) {
+  int row = 0;
+  for (; row + Simd::kTileRows <= b.rows; row += Simd::kTileRows) {
+    tile_scores_of_rows<Simd::kTileRows>(b, row);
+  }
+  for (; row < b.rows; ++row) tile_scores_of_rows<1>(b, row);
+}
+
+// --- Softmax: scores become weights; m, l and acc move to the new maximum. ---
+
+void weigh(const AttentionBlock& b, int row) {
+  constexpr int kVectors = kBlockPositions / kLanes;
+  float* scores = b.scores + row * kBlockPositions;
+  F s[kVectors];
+  // What the row does not attend to may be anything, NaN included: it is replaced, not multiplied.
+  for (int v = 0; v < kVectors; ++v) {
+    int valid = b.counts[row] - v * kLanes;
+    valid = valid < 0 ? 0 : valid > kLanes ? kLanes : valid;
+    s[v] = Simd::select_first(valid, Simd::load(scores + v * kLanes),
+                              Simd::set(-__builtin_huge_valf()));
+  }
+  F top = s[0];
+  for (int v = 1; v < kVectors; ++v) top = Simd::max(top, s[v]);
+  const float block_m = Simd::reduce_max(top);
+  const float old_m = b.m[row];
+  const float new_m = block_m > old_m ? block_m : old_m;
+
+  F sum = Simd::zero();
+  for (int v = 0; v < kVectors; ++v) {
+    const F e = Simd::exp(Simd::sub(s[v], Simd::set(new_m)));
+    Simd::store(scores + v * kLanes, e);
+    sum = Simd::add(sum, e);
+  }
+  const float l = Simd::reduce_add(sum);
+  if (new_m == old_m) {
+    b.l[row] += l;
+    return;
+  }
+  float factor[kLanes];
+  const F shrink = Simd::exp(Simd::sub(Simd::set(old_m), Simd::set(new_m)));
+  Simd::store(factor, shrink);
+  b.m[row] = new_m;
+  b.l[row] = b.l[row] * factor[0] + l;
+  float* acc = b.acc + row * b.head_dim;
+  for (int d = 0; d < b.head_dim; d += kLanes) {
+    Simd::store(acc + d, Simd::mul(Simd::load(acc + d), shrink));
+  }
+}
+
+// --- Weighted values. ---
+
+// acc += weights * values for kRows rows, kVectors vectors from element d on, positions first..end.
+template <typename Load, int kRows, int kVectors>
+inline void add_values(const AttentionBlock& b, const typename Load::Element* values, int row,
+                       int d, int first, int end) {
+  F acc[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      acc[r][v] = Simd::load(b.acc + (row + r) * b.head_dim + d + v * kLanes);
+    }
+  }
+  const float* weights = b.scores + row * kBlockPositions;
+  for (int j = first; j < end; ++j) {
+    F value[kVectors];
+    for (int v = 0; v < kVectors; ++v)
+      value[v] = Load::at(values + j * b.head_dim + d + v * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const F weight = Simd::set(weights[r * kBlockPositions + j]);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(weight, value[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      Simd::store(b.acc + (row + r) * b.head_dim + d + v * kLanes, acc[r][v]);
+    }
+  }
+}
+
+// All of kRows rows: the positions that they have in common together, the rest row by row.
+template <typename Load, int kRows>
+void add_values_of_rows(const AttentionBlock& b, const typename Load::Element* values, int row) {
+  constexpr int kVectors = 4;
+  int common = b.counts[row];
+  for (int r = 1; r < kRows; ++r) common = b.counts[row + r] < common ? b.counts[row + r] : common;
+  int d = 0;
+  for (; d + kVectors * kLanes <= b.head_dim; d += kVectors * kLanes) {
+    add_values<Load, kRows, kVectors>(b, values, row, d, 0, common);
+    for (int r = row; r < row + kRows; ++r) {
+      if (b.counts[r] > common) add_values<Load, 1, kVectors>(b, values, r, d, common, b.counts[r]);
+    }
+  }
+  for (; d < b.head_dim; d += kLanes) {
+    add_values<Load, kRows, 1>(b, values, row, d, 0, common);
+    for (int r = row; r < row + kRows; ++r) {
+      if (b.counts[r] > common) add_values<Load, 1, 1>(b, values, r, d, common, b.counts[r]);
+    }
+  }
+}
+
+template <typename Load>
+void add_all_values(const AttentionBlock& b, const typename Load::Element* values) {
+  int row = 0;
+  for (; row + 4 <= b.rows; row += 4) add_values_of_rows<Load, 4>(b, values, row);
+  if (b.rows - row == 3) add_values_of_rows<Load, 3>(b, values, row);
+  if (b.rows - row == 2) add_values_of_rows<Load, 2>(b, values, row);
+  if (b.rows - row == 1) add_values_of_rows<Load, 1>(b, values, row);
+}
+
+template <typename Load>
+void block_of(const AttentionBlock& b) {
+  const auto* values = static_cast<const typename Load::Element*>(b.values);
+  if (b.rows < kManyRows) {
+    scores_of_few<Load>(b);
+  } else {
+    transpose_keys<Load>(b);
+    tile_scores(b);
+  }
+  for (int row = 0; row < b.rows; ++row) {
+    if (b.counts[row] > 0) weigh(b, row);
+  }
+  if (b.rows < kManyRows || b.dtype == DType::kF32) {
+    add_all_values<Load>(b, values);
+  } else {
+    // Converted once for all rows; the keys in the tile are no longer needed.
+    const int n = b.max_count * b.head_dim;
+    for (int i = 0; i < n; i += kLanes) Simd::store(b.tile + i, Load::at(values + i));
+    add_all_values<LoadF32>(b, b.tile);
+  }
+}
+
+void attend_block(const AttentionBlock& b) {
+  if (b.dtype == DType::kF32) {
+    block_of<LoadF32>(b);
+  } else if (b.dtype == DType::kF16) {
+    block_of<LoadF16>(b);
+  } else {
+    block_of<LoadBf16>(b);
+  }
+}
+
+void merge_split(int head_dim, float m, float l, const float* acc, float* total_m, float* total_l,
+                 float* total_acc) {
+  // A position-less total has the maximum -inf; m is at least that, and NaN goes through.
+  const float new_m = *total_m > m ? *total_m : m;
+  const F old_factor = Simd::exp(Simd::sub(Simd::set(*total_m), Simd::set(new_m)));
+  const F factor = Simd::exp(Simd::sub(Simd::set(m), Simd::set(new_m)));
+  float old_lanes[kLanes];
+  float lanes[kLanes];
+  Simd::store(old_lanes, old_factor);
+  Simd::store(lanes, factor);
+  *total_m = new_m;
+  *total_l = *total_l * old_lanes[0] + l * lanes[0];
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const F total = Simd::mul(Simd::load(total_acc + d), old_factor);
+    Simd::store(total_acc + d, Simd::fma(Simd::load(acc + d), factor, total));
+  }
+}
+
+void finish_row(int head_dim, float l, const float* acc, float* output) {
+  const F divisor = Simd::set(l);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    Simd::store(output + d, Simd::div(Simd::load(acc + d), divisor));
+  }
+}
+
+void scale_row(int n, const float* x, float scale, float* y) {
+  for (int i = 0; i < n; i += kLanes) {
+    Simd::store(y + i, Simd::mul(Simd::load(x + i), Simd::set(scale)));
+  }
+}
+
+void store_row(DType dtype, int n, const float* x, void* y) {
+  for (int i = 0; i < n; i += kLanes) {
+    const F v = Simd::load(x + i);
+    if (dtype == DType::kF32) {
+      Simd::store(static_cast<float*>(y) + i, v);
+    } else if (dtype == DType::kF16) {
+      Simd::store_f16(static_cast<std::uint16_t*>(y) + i, v);
+    } else {
+      Simd::store_bf16(static_cast<std::uint16_t*>(y) + i, v);
+    }
+  }
+}
+
+constexpr AttentionKernels kKernels = {kLanes,     attend_block, merge_split,
+                                       finish_row, scale_row,    store_row};
+
+}  // namespace
+}  // namespace pianola::cpu

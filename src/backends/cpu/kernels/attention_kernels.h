@@ -1,0 +1,48 @@
+// What one instruction set provides for attention: the arithmetic of one block of 64 positions for
+// some rows (a row is one query head of one token), and the two steps that join partial results.
+// attention.cc drives them; nobody else needs this.
+#pragma once
+
+#include <cstddef>
+
+#include "tensor/dtype.h"
+
+namespace pianola::cpu {
+
+inline constexpr int kBlockPositions = 64;
+
+// One block for rows that share its keys and values. A row whose count is 0 is left alone; nothing
+// at or beyond `max_count` is read. m, l and acc are the running maximum, sum and weighted values.
+struct AttentionBlock {
+  DType dtype = DType::kF32;     // of keys and values: F32, F16 or BF16
+  const void* keys = nullptr;    // [64, head_dim]
+  const void* values = nullptr;  // [64, head_dim]
+  int head_dim = 0;
+  int rows = 0;
+  int max_count = 0;               // the largest of counts
+  const int* counts = nullptr;     // [rows]: how many of the 64 positions the row attends to
+  const float* queries = nullptr;  // [rows, head_dim], scale applied
+  float* m = nullptr;              // [rows]
+  float* l = nullptr;              // [rows]
+  float* acc = nullptr;            // [rows, head_dim]
+  float* scores = nullptr;         // [rows, 64], work space
+  float* tile = nullptr;           // [head_dim, 64], work space
+};
+
+struct AttentionKernels {
+  int lanes = 0;  // head_dim must be a multiple
+  void (*block)(const AttentionBlock& block) = nullptr;
+  // Joins one row's split (m, l, acc) to the splits before it.
+  void (*merge)(int head_dim, float m, float l, const float* acc, float* total_m, float* total_l,
+                float* total_acc) = nullptr;
+  void (*finish)(int head_dim, float l, const float* acc, float* output) = nullptr;
+  void (*scale)(int n, const float* x, float scale, float* y) = nullptr;
+  // n elements, a multiple of `lanes`, to f32, f16 or bf16.
+  void (*store)(DType dtype, int n, const float* x, void* y) = nullptr;
+};
+
+const AttentionKernels& attention_kernels_portable();
+const AttentionKernels& attention_kernels_avx2();
+const AttentionKernels& attention_kernels_avx512();
+
+}  // namespace pianola::cpu

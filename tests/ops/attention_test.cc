@@ -1,0 +1,481 @@
+// Attention kernels, every instruction set this machine has, against double precision on fresh
+// random inputs; memory beyond the sequences holds NaN.
+#include "backends/cpu/kernels/attention.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/thread_pool.h"
+
+namespace pianola::cpu {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+template <typename T>
+class Aligned {
+ public:
+  explicit Aligned(std::size_t count)
+      : data_(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64}))) {}
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+// Scalar conversions of the test's own, independent of the kernels'.
+float f16_value(std::uint16_t h) {
+  const int exponent = (h >> 10) & 31;
+  const int fraction = h & 1023;
+  double v = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+  if (exponent == 31) v = fraction == 0 ? HUGE_VAL : std::nan("");
+  return static_cast<float>((h & 0x8000) != 0 ? -v : v);
+}
+float bf16_value(std::uint16_t h) {
+  const std::uint32_t bits = std::uint32_t{h} << 16;
+  float v = 0;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
+
+struct Shape {
+  int heads = 4;
+  int kv_heads = 2;
+  int head_dim = 64;
+  int capacity = 256;
+  int slots = 1;
+  DType dtype = DType::kF16;
+};
+
+// A cache full of NaN.
+struct Cache {
+  explicit Cache(const Shape& s)
+      : shape(s),
+        elements(static_cast<std::size_t>(s.slots) * static_cast<std::size_t>(s.capacity) *
+                 static_cast<std::size_t>(s.kv_heads) * static_cast<std::size_t>(s.head_dim)),
+        keys(elements * dtype_info(s.dtype).bytes),
+        values(elements * dtype_info(s.dtype).bytes) {
+    std::memset(keys.get(), 0xFF, elements * dtype_info(s.dtype).bytes);  // NaN in all three types
+    std::memset(values.get(), 0xFF, elements * dtype_info(s.dtype).bytes);
+  }
+  KvCache view() const {
+    return {keys.get(), values.get(), shape.dtype, shape.capacity, shape.kv_heads, shape.head_dim};
+  }
+  // The contract's formula: [slots, capacity / 64, kv_heads, 64, head_dim].
+  std::size_t index(int slot, int position, int head) const {
+    const auto block = static_cast<std::size_t>(slot * (shape.capacity / 64) + position / 64);
+    return ((block * static_cast<std::size_t>(shape.kv_heads) + static_cast<std::size_t>(head)) *
+                64 +
+            static_cast<std::size_t>(position % 64)) *
+           static_cast<std::size_t>(shape.head_dim);
+  }
+  float value(const void* data, std::size_t i) const {
+    if (shape.dtype == DType::kF32) return static_cast<const float*>(data)[i];
+    const std::uint16_t h = static_cast<const std::uint16_t*>(data)[i];
+    return shape.dtype == DType::kF16 ? f16_value(h) : bf16_value(h);
+  }
+
+  Shape shape;
+  std::size_t elements;
+  Aligned<std::byte> keys;
+  Aligned<std::byte> values;
+};
+
+std::vector<float> random_floats(std::size_t n, unsigned seed, float scale = 1.0F) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> normal(0.0F, scale);
+  std::vector<float> v(n);
+  for (float& x : v) x = normal(engine);
+  return v;
+}
+
+// A step: which tokens, with their queries; run() computes it with some number of workers.
+struct Step {
+  std::vector<std::int32_t> positions;
+  std::vector<std::int32_t> slots;
+  std::vector<float> queries;  // [tokens, heads, head_dim]
+
+  int tokens() const { return static_cast<int>(positions.size()); }
+};
+
+std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int workers) {
+  const Shape& s = cache.shape;
+  const int width = s.heads * s.head_dim;
+  // Rows of the output are further apart than they need be; the gap must stay as it is.
+  std::vector<float> output(static_cast<std::size_t>(step.tokens() * (width + 8)), -7.0F);
+  AttentionArgs args;
+  args.isa = isa;
+  args.cache = cache.view();
+  args.tokens = step.tokens();
+  args.heads = s.heads;
+  args.scale = 1.0F / std::sqrt(static_cast<float>(s.head_dim));
+  args.positions = step.positions.data();
+  args.slots = step.slots.data();
+  args.queries = step.queries.data();
+  args.query_stride = width;
+  args.output = output.data();
+  args.output_stride = width + 8;
+  const std::size_t bytes = attention_scratch_bytes(args.cache, s.heads, step.tokens(), workers);
+  Aligned<std::byte> scratch(bytes + 64);
+  std::memset(scratch.get(), 0xFF, bytes + 64);
+  // The partition is what matters here, not the threads: one after the other is the same.
+  for (int w = 0; w < workers; ++w) attend(args, scratch.get(), w, workers);
+  if (attention_needs_combine(args, workers)) {
+    for (int w = workers - 1; w >= 0; --w) combine(args, scratch.get(), w, workers);
+  }
+  for (std::size_t i = bytes; i < bytes + 64; ++i) {
+    EXPECT_EQ(scratch.get()[i], std::byte{0xFF}) << "scratch overrun";
+  }
+  std::vector<float> dense;
+  for (int t = 0; t < step.tokens(); ++t) {
+    const float* row = output.data() + t * (width + 8);
+    dense.insert(dense.end(), row, row + width);
+    for (int i = width; i < width + 8; ++i) EXPECT_EQ(row[i], -7.0F);
+  }
+  return dense;
+}
+
+// Appends random keys and values for positions 0..length-1 of a slot.
+void fill(const Cache& cache, int slot, int length, Isa isa, unsigned seed) {
+  const Shape& s = cache.shape;
+  const auto n = static_cast<std::size_t>(length * s.kv_heads * s.head_dim);
+  const std::vector<float> keys = random_floats(n, seed);
+  const std::vector<float> values = random_floats(n, seed + 1);
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(length));
+  for (int i = 0; i < length; ++i) positions[static_cast<std::size_t>(i)] = i;
+  const std::vector<std::int32_t> slots(static_cast<std::size_t>(length), slot);
+  AppendArgs args{isa,          cache.view(), length,        positions.data(),
+                  slots.data(), keys.data(),  values.data(), s.kv_heads * s.head_dim};
+  for (int w = 0; w < 3; ++w) append(args, w, 3);
+}
+
+Step tail_step(const Cache& cache, int slot, int length, int tokens, unsigned seed) {
+  Step step;
+  for (int t = 0; t < tokens; ++t) step.positions.push_back(length - tokens + t);
+  step.slots.assign(static_cast<std::size_t>(tokens), slot);
+  step.queries = random_floats(
+      static_cast<std::size_t>(tokens * cache.shape.heads * cache.shape.head_dim), seed, 2.0F);
+  return step;
+}
+
+std::vector<double> reference(const Cache& cache, const Step& step) {
+  const Shape& s = cache.shape;
+  const int group = s.heads / s.kv_heads;
+  const double scale = 1.0F / std::sqrt(static_cast<float>(s.head_dim));
+  std::vector<double> keys(cache.elements);
+  std::vector<double> values(cache.elements);
+  for (std::size_t i = 0; i < cache.elements; ++i) {
+    keys[i] = static_cast<double>(cache.value(cache.keys.get(), i));
+    values[i] = static_cast<double>(cache.value(cache.values.get(), i));
+  }
+  std::vector<double> output;
+  for (int t = 0; t < step.tokens(); ++t) {
+    const int length = step.positions[static_cast<std::size_t>(t)] + 1;
+    const int slot = step.slots[static_cast<std::size_t>(t)];
+    for (int h = 0; h < s.heads; ++h) {
+      const float* q = step.queries.data() + (t * s.heads + h) * s.head_dim;
+      std::vector<double> scores(static_cast<std::size_t>(length));
+      double top = -HUGE_VAL;
+      for (int p = 0; p < length; ++p) {
+        const double* key = keys.data() + cache.index(slot, p, h / group);
+        double sum = 0;
+        for (int d = 0; d < s.head_dim; ++d) sum += static_cast<double>(q[d]) * key[d];
+        scores[static_cast<std::size_t>(p)] = sum * scale;
+        top = std::max(top, sum * scale);
+      }
+      double total = 0;
+      std::vector<double> acc(static_cast<std::size_t>(s.head_dim));
+      for (int p = 0; p < length; ++p) {
+        const double* value = values.data() + cache.index(slot, p, h / group);
+        const double weight = std::exp(scores[static_cast<std::size_t>(p)] - top);
+        total += weight;
+        for (int d = 0; d < s.head_dim; ++d) acc[static_cast<std::size_t>(d)] += weight * value[d];
+      }
+      for (const double v : acc) output.push_back(v / total);
+    }
+  }
+  return output;
+}
+
+// Values are of size 1, so this is also a relative tolerance; measured errors are below 1e-6.
+constexpr double kTolerance = 4e-6;
+
+void expect_near(const std::vector<float>& got, const std::vector<double>& want,
+                 const std::string& what) {
+  ASSERT_EQ(got.size(), want.size());
+  double worst = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double error = std::abs(static_cast<double>(got[i]) - want[i]);
+    if (!(error <= kTolerance)) {
+      FAIL() << what << ": element " << i << " is " << got[i] << ", expected " << want[i];
+    }
+    worst = std::max(worst, error);
+  }
+  testing::Test::RecordProperty("worst", std::to_string(worst));
+}
+
+bool same_bits(const float* a, const float* b, int n) {
+  return std::memcmp(a, b, static_cast<std::size_t>(n) * sizeof(float)) == 0;
+}
+
+// The tiers above AVX-512 share its kernels.
+std::vector<Isa> distinct_isas() {
+  std::vector<Isa> isas = supported_isas();
+  std::erase_if(isas, [](Isa isa) { return isa > Isa::kAvx512; });
+  return isas;
+}
+
+class Attention : public testing::TestWithParam<Isa> {};
+INSTANTIATE_TEST_SUITE_P(Isas, Attention, testing::ValuesIn(distinct_isas()),
+                         [](const auto& isa) { return std::string(isa_name(isa.param)); });
+
+TEST_P(Attention, EqualsDoublePrecisionAtEveryLength) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    const Cache cache({.capacity = 1024, .dtype = dtype});
+    for (const int length :
+         {1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 255, 256, 257, 511, 513, 1000, 1024}) {
+      fill(cache, 0, length, GetParam(), static_cast<unsigned>(length));
+      const Step step = tail_step(cache, 0, length, 1, 7);
+      for (const int workers : {1, 2}) {
+        expect_near(run(cache, step, GetParam(), workers), reference(cache, step),
+                    std::string(dtype_name(dtype)) + " length " + std::to_string(length));
+      }
+    }
+  }
+}
+
+TEST_P(Attention, EqualsDoublePrecisionForEveryShape) {
+  unsigned seed = 100;
+  for (const int head_dim : {8, 16, 24, 32, 64, 80, 96, 128, 256}) {
+    for (const int group : {1, 2, 3, 4, 5, 7, 8}) {
+      const int kv_heads = 1 + group % 3;
+      const Cache cache({.heads = kv_heads * group,
+                         .kv_heads = kv_heads,
+                         .head_dim = head_dim,
+                         .capacity = 128,
+                         .dtype = group % 2 == 0 ? DType::kBF16 : DType::kF16});
+      ASSERT_TRUE(attention_supported(cache.shape.dtype, cache.shape.heads, kv_heads, head_dim));
+      fill(cache, 0, 75, GetParam(), ++seed);
+      for (const int tokens : {1, 3, 30}) {
+        const Step step = tail_step(cache, 0, 75, tokens, ++seed);
+        expect_near(run(cache, step, GetParam(), 2), reference(cache, step),
+                    "head_dim " + std::to_string(head_dim) + " group " + std::to_string(group));
+      }
+    }
+  }
+}
+
+TEST_P(Attention, EqualsDoublePrecisionForChunks) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    const Cache cache({.heads = 9, .kv_heads = 3, .capacity = 384, .dtype = dtype});
+    fill(cache, 0, 300, GetParam(), 5);
+    for (const int tokens : {2, 17, 31, 32, 33, 64, 70, 300}) {
+      const Step step = tail_step(cache, 0, 300, tokens, static_cast<unsigned>(tokens));
+      expect_near(run(cache, step, GetParam(), 2), reference(cache, step),
+                  std::to_string(tokens) + " tokens");
+    }
+  }
+}
+
+// Large scores: the running maximum moves often, most weights underflow.
+TEST_P(Attention, HandlesPeakedScores) {
+  const Cache cache({.capacity = 640});
+  fill(cache, 0, 600, GetParam(), 9);
+  Step step = tail_step(cache, 0, 600, 20, 11);
+  for (float& q : step.queries) q *= 40.0F;
+  const std::vector<float> got = run(cache, step, GetParam(), 2);
+  const std::vector<double> want = reference(cache, step);
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    // Scores of some hundreds carry an absolute error of 1e-4, and so do the weights.
+    ASSERT_NEAR(got[i], want[i], 1e-3) << i;
+  }
+}
+
+// The invariant the engine rests on: how a step is cut does not matter, to the last bit.
+TEST_P(Attention, TheBitsDoNotDependOnChunksOrWorkers) {
+  for (const auto& [heads, kv_heads, head_dim] :
+       {std::tuple(9, 3, 64), std::tuple(4, 4, 80), std::tuple(8, 1, 128), std::tuple(2, 1, 24)}) {
+    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+      const Cache cache({.heads = heads,
+                         .kv_heads = kv_heads,
+                         .head_dim = head_dim,
+                         .capacity = 640,
+                         .dtype = dtype});
+      constexpr int kLength = 600;
+      const int width = heads * head_dim;
+      fill(cache, 0, kLength, GetParam(), 21);
+      const Step whole = tail_step(cache, 0, kLength, kLength, 22);
+      const std::vector<float> want = run(cache, whole, GetParam(), 1);
+      const std::vector<float> shared = run(cache, whole, GetParam(), 3);
+      ASSERT_TRUE(same_bits(want.data(), shared.data(), static_cast<int>(want.size())));
+      std::mt19937 engine(23);
+      for (int at = 0; at < kLength;) {
+        // Mostly short steps, where the kernels differ; singles near every boundary.
+        constexpr int kSizes[] = {1, 1, 1, 2, 3, 4, 5, 7, 16, 33, 70};
+        const int tokens = std::min(kSizes[engine() % std::size(kSizes)], kLength - at);
+        Step part;
+        part.positions.assign(whole.positions.begin() + at, whole.positions.begin() + at + tokens);
+        part.slots.assign(static_cast<std::size_t>(tokens), 0);
+        part.queries.assign(whole.queries.begin() + at * width,
+                            whole.queries.begin() + (at + tokens) * width);
+        for (const int workers : {1, 2, 5, 16}) {
+          const std::vector<float> got = run(cache, part, GetParam(), workers);
+          ASSERT_TRUE(same_bits(got.data(), want.data() + at * width, tokens * width))
+              << isa_name(GetParam()) << ' ' << dtype_name(dtype) << " heads " << heads << '/'
+              << kv_heads << 'x' << head_dim << ": " << tokens << " tokens from " << at << " with "
+              << workers << " workers";
+        }
+        at += tokens;
+      }
+    }
+  }
+}
+
+TEST_P(Attention, NeighboursAndPaddingChangeNothing) {
+  const Cache cache({.heads = 6, .kv_heads = 2, .capacity = 512, .slots = 4});
+  const int width = 6 * 64;
+  const int lengths[] = {1, 64, 300, 500};
+  Step mixed;
+  std::vector<std::vector<float>> alone;
+  for (int slot = 3; slot >= 0; --slot) {
+    fill(cache, slot, lengths[slot], GetParam(), static_cast<unsigned>(40 + slot));
+    const int tokens = std::min(lengths[slot], 1 + slot);
+    const Step step = tail_step(cache, slot, lengths[slot], tokens, 50);
+    alone.push_back(run(cache, step, GetParam(), 1));
+    mixed.positions.insert(mixed.positions.end(), step.positions.begin(), step.positions.end());
+    mixed.slots.insert(mixed.slots.end(), step.slots.begin(), step.slots.end());
+    mixed.queries.insert(mixed.queries.end(), step.queries.begin(), step.queries.end());
+    mixed.positions.push_back(-1);  // padding between the rows, its slot and query are rubbish
+    mixed.slots.push_back(-12345);
+    mixed.queries.insert(mixed.queries.end(), static_cast<std::size_t>(width), kNan);
+  }
+  for (const int workers : {1, 2, 7}) {
+    const std::vector<float> got = run(cache, mixed, GetParam(), workers);
+    const float* at = got.data();
+    for (const std::vector<float>& want : alone) {
+      ASSERT_TRUE(same_bits(at, want.data(), static_cast<int>(want.size())));
+      at += want.size();
+      for (int i = 0; i < width; ++i) ASSERT_EQ(at[i], 0.0F);
+      at += width;
+    }
+  }
+}
+
+// A later token of the same chunk may hold infinities; an earlier one must not see them.
+TEST_P(Attention, NothingFlowsBackInTime) {
+  const Cache cache({.heads = 3, .kv_heads = 1, .capacity = 128});
+  fill(cache, 0, 40, GetParam(), 60);
+  const Step step = tail_step(cache, 0, 40, 40, 61);
+  const std::vector<float> want = run(cache, step, GetParam(), 1);
+  auto* keys = reinterpret_cast<std::uint16_t*>(cache.keys.get());
+  auto* values = reinterpret_cast<std::uint16_t*>(cache.values.get());
+  keys[cache.index(0, 30, 0)] = 0x7E00;
+  values[cache.index(0, 30, 0) + 1] = 0x7C00;
+  const std::vector<float> got = run(cache, step, GetParam(), 1);
+  EXPECT_TRUE(same_bits(got.data(), want.data(), 30 * 3 * 64));
+  for (int i = 30 * 3 * 64; i < 40 * 3 * 64; ++i) {
+    ASSERT_TRUE(std::isnan(got[static_cast<std::size_t>(i)])) << i;
+  }
+}
+
+TEST_P(Attention, ANanInOneQueryStaysThere) {
+  const Cache cache({.heads = 4, .kv_heads = 2, .capacity = 512});
+  fill(cache, 0, 400, GetParam(), 70);
+  for (const int tokens : {1, 3, 30}) {
+    Step step = tail_step(cache, 0, 400, tokens, 71);
+    const std::vector<float> want = run(cache, step, GetParam(), 2);
+    step.queries[64 + 5] = kNan;  // token 0, head 1
+    const std::vector<float> got = run(cache, step, GetParam(), 2);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (i / 64 == 1) {
+        ASSERT_TRUE(std::isnan(got[i]));
+      } else {
+        ASSERT_EQ(got[i], want[i]);
+      }
+    }
+  }
+}
+
+TEST_P(Attention, ThreadsOfAPoolGiveTheSame) {
+  const Cache cache({.heads = 9, .kv_heads = 3, .capacity = 1024});
+  fill(cache, 0, 1000, GetParam(), 80);
+  ThreadPool pool(3);
+  for (const int tokens : {1, 40}) {
+    const Step step = tail_step(cache, 0, 1000, tokens, 81);
+    const std::vector<float> want = run(cache, step, GetParam(), 1);
+    std::vector<float> got(want.size());
+    AttentionArgs args{
+        GetParam(),        cache.view(),        tokens, 9,          0.125F, step.positions.data(),
+        step.slots.data(), step.queries.data(), 9 * 64, got.data(), 9 * 64};
+    Aligned<std::byte> scratch(attention_scratch_bytes(args.cache, 9, tokens, 3));
+    pool.run([&](int worker, int workers) {
+      attend(args, scratch.get(), worker, workers);
+      if (attention_needs_combine(args, workers)) {
+        pool.barrier();
+        combine(args, scratch.get(), worker, workers);
+      }
+    });
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), want.size() * sizeof(float)), 0);
+  }
+}
+
+TEST_P(Attention, AppendWritesRoundedRowsAndNothingElse) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int workers : {1, 2, 5}) {
+      const Cache cache(
+          {.kv_heads = 3, .head_dim = 40, .capacity = 128, .slots = 3, .dtype = dtype});
+      const std::vector<std::int32_t> positions = {0, 63, 64, -1, 127, 5};
+      const std::vector<std::int32_t> slots = {0, 1, 1, 77, 2, 0};
+      const int width = 3 * 40;
+      const std::vector<float> keys = random_floats(6 * 130, 90);
+      const std::vector<float> values = random_floats(6 * 130, 91);
+      const AppendArgs args{GetParam(),  cache.view(),  6,  positions.data(), slots.data(),
+                            keys.data(), values.data(), 130};
+      for (int w = 0; w < workers; ++w) append(args, w, workers);
+      std::vector<bool> written(cache.elements);
+      // Relative rounding: half a unit in the last place.
+      const float ulp = dtype == DType::kF32 ? 0.0F : dtype == DType::kF16 ? 0x1p-11F : 0x1p-8F;
+      for (std::size_t t = 0; t < 6; ++t) {
+        if (positions[t] < 0) continue;
+        for (int i = 0; i < width; ++i) {
+          const std::size_t at =
+              cache.index(slots[t], positions[t], i / 40) + static_cast<std::size_t>(i % 40);
+          const std::size_t from = t * 130 + static_cast<std::size_t>(i);
+          written[at] = true;
+          ASSERT_NEAR(cache.value(cache.keys.get(), at), keys[from],
+                      std::abs(keys[from]) * ulp + (ulp > 0 ? 1e-7F : 0));
+          ASSERT_NEAR(cache.value(cache.values.get(), at), values[from],
+                      std::abs(values[from]) * ulp + (ulp > 0 ? 1e-7F : 0));
+        }
+      }
+      for (std::size_t i = 0; i < cache.elements; ++i) {
+        if (written[i]) continue;
+        ASSERT_TRUE(std::isnan(cache.value(cache.keys.get(), i)));
+        ASSERT_TRUE(std::isnan(cache.value(cache.values.get(), i)));
+      }
+    }
+  }
+}
+
+TEST(AttentionSupport, IsStated) {
+  EXPECT_TRUE(attention_supported(DType::kF16, 9, 3, 64));
+  EXPECT_FALSE(attention_supported(DType::kF16, 9, 2, 64));
+  EXPECT_FALSE(attention_supported(DType::kF16, 9, 3, 60));
+  EXPECT_FALSE(attention_supported(DType::kF16, 9, 3, 1024));
+  EXPECT_FALSE(attention_supported(DType::kQ8_0, 9, 3, 64));
+}
+
+}  // namespace
+}  // namespace pianola::cpu
