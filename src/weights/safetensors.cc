@@ -85,7 +85,9 @@ class HeaderHandler {
   }
 
   bool on_array_begin(json::error_code& ec) {
-    if (at_ != At::kShape && at_ != At::kOffsets) return refuse_value("an array", ec);
+    if (in_array_ || (at_ != At::kShape && at_ != At::kOffsets)) {
+      return refuse_value("an array", ec);
+    }
     numbers_ = 0;
     in_array_ = true;
     return true;
@@ -411,7 +413,7 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, std::string
     fail(ErrorCode::kInvalidModel, "{}: header: invalid JSON at byte {}: {}", where, used,
          ec.message());
   }
-  if (text.find_first_not_of(' ', used) != std::string_view::npos) {
+  if (text.find_first_not_of(" \t\n\r", used) != std::string_view::npos) {
     fail(ErrorCode::kInvalidModel, "{}: header: bytes after the end of the JSON object at {}",
          where, used);
   }
