@@ -58,6 +58,7 @@ struct Simd {
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F quiet_zero(F x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 
   static float reduce_add(F x) {
     x = add(x, _mm256_permute2f128_ps(x, x, 0x01));

@@ -4,16 +4,7 @@
 // use no inline function of the standard library.
 #pragma once
 
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 takes the deliberately undefined operands inside these intrinsics for mistakes of ours.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
 #include <immintrin.h>
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 #include <cstdint>
 
@@ -66,6 +57,10 @@ struct Simd {
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  // Zero, or NaN where x is NaN.
+  static F quiet_zero(F x) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+  }
 
   static float reduce_add(F x) {
     x = add(x, _mm512_shuffle_f32x4(x, x, 0x4E));

@@ -71,6 +71,9 @@ struct Simd {
   static F max(F a, F b) {
     return map([&](int l) { return a.v[l] > b.v[l] ? a.v[l] : b.v[l]; });
   }
+  static F quiet_zero(F x) {
+    return map([&](int l) { return x.v[l] != x.v[l] ? x.v[l] : 0.0F; });
+  }
 
   static float reduce_add(F x) {
     for (int bit = kLanes / 2; bit > 0; bit /= 2) {
