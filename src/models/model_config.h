@@ -42,14 +42,14 @@ struct RopeConfig {
   double factor = 1.0;  // linear, dynamic, yarn, llama3
   // Length the model was first trained for (dynamic, yarn, llama3).
   std::int64_t original_max_position_embeddings = 0;
-  double low_freq_factor = 1.0;            // llama3
-  double high_freq_factor = 4.0;           // llama3
-  double beta_fast = 32.0;                 // yarn
-  double beta_slow = 1.0;                  // yarn
-  bool truncate = true;                    // yarn: whole dimensions as bounds of the ramp
-  std::optional<double> mscale;            // yarn
-  std::optional<double> mscale_all_dim;    // yarn
-  std::optional<double> attention_factor;  // yarn: given outright
+  double low_freq_factor = 1.0;                 // llama3
+  double high_freq_factor = 4.0;                // llama3
+  double beta_fast = 32.0;                      // yarn
+  double beta_slow = 1.0;                       // yarn
+  bool truncate = true;                         // yarn: whole dimensions as bounds of the ramp
+  std::optional<double> mscale = std::nullopt;  // yarn
+  std::optional<double> mscale_all_dim = std::nullopt;    // yarn
+  std::optional<double> attention_factor = std::nullopt;  // yarn: given outright
 
   bool operator==(const RopeConfig&) const = default;
 };
@@ -87,11 +87,11 @@ struct ModelConfig {
   bool tensors_decide = false;
   // A sliding window that is never reached, because it is not below max_position_embeddings. An
   // engine that lets a row grow beyond it must refuse.
-  std::optional<std::int64_t> sliding_window;
+  std::optional<std::int64_t> sliding_window = std::nullopt;
 
-  std::optional<std::int64_t> bos_token_id;
+  std::optional<std::int64_t> bos_token_id = std::nullopt;
   std::vector<std::int64_t> eos_token_ids;  // any of them ends an answer
-  std::optional<std::int64_t> pad_token_id;
+  std::optional<std::int64_t> pad_token_id = std::nullopt;
 
   bool operator==(const ModelConfig&) const = default;
 };

@@ -1,0 +1,204 @@
+// GGUF metadata: what is read, what is refused and by which key.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "models/model_config.h"
+#include "models/rope.h"
+#include "pianola/error.h"
+
+namespace pianola {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using Entry = std::pair<std::string, MetadataValue>;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// A small model of `arch`, with `changes` put over it; keys begin below "<arch>." unless they
+// begin with "general." or "tokenizer.". An empty [string] erases a key.
+Metadata metadata(const std::string& arch, const std::vector<Entry>& changes = {}) {
+  std::map<std::string, MetadataValue> all = {
+      {"general.architecture", arch},
+      {arch + ".vocab_size", std::int64_t{256}},
+      {arch + ".context_length", std::int64_t{128}},
+      {arch + ".embedding_length", std::int64_t{64}},
+      {arch + ".block_count", std::int64_t{2}},
+      {arch + ".feed_forward_length", std::int64_t{96}},
+      {arch + ".attention.head_count", std::int64_t{4}},
+      {arch + ".attention.head_count_kv", std::int64_t{2}},
+      {arch + ".attention.layer_norm_rms_epsilon", 1e-5},
+      {arch + ".rope.freq_base", 10000.0},
+  };
+  for (const auto& [key, value] : changes) {
+    const bool full = key.starts_with("general.") || key.starts_with("tokenizer.");
+    const std::string name = full ? key : arch + "." + key;
+    const auto* erased = std::get_if<std::vector<std::string>>(&value);
+    if (erased && erased->empty()) {
+      all.erase(name);
+    } else {
+      all.insert_or_assign(name, value);
+    }
+  }
+  Metadata result;
+  for (auto& [key, value] : all) result.insert(key, value);
+  return result;
+}
+
+const MetadataValue kErase = std::vector<std::string>{};
+MetadataValue number(std::int64_t value) { return value; }
+
+void expect_refused(const std::vector<Entry>& changes, ErrorCode code, const std::string& words) {
+  SCOPED_TRACE(words);
+  try {
+    parse_gguf_config(metadata("llama", changes));
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), code) << e.what();
+    EXPECT_THAT(e.what(), HasSubstr(words));
+  }
+}
+void expect_invalid(const std::string& key, MetadataValue value) {
+  expect_refused({{key, std::move(value)}}, ErrorCode::kInvalidModel, key);
+}
+void expect_unsupported(const std::string& key, MetadataValue value) {
+  expect_refused({{key, std::move(value)}}, ErrorCode::kUnsupported, key);
+}
+
+TEST(GgufConfigTest, ReadsLlama) {
+  const ModelConfig config =
+      parse_gguf_config(metadata("llama", {{"tokenizer.ggml.bos_token_id", number(1)},
+                                           {"tokenizer.ggml.eos_token_id", number(2)},
+                                           {"tokenizer.ggml.eot_token_id", number(7)},
+                                           {"tokenizer.ggml.padding_token_id", number(2)}}));
+  EXPECT_EQ(config.model_type, "llama");
+  EXPECT_EQ(config.vocab_size, 256);
+  EXPECT_EQ(config.hidden_size, 64);
+  EXPECT_EQ(config.intermediate_size, 96);
+  EXPECT_EQ(config.num_hidden_layers, 2);
+  EXPECT_EQ(config.num_attention_heads, 4);
+  EXPECT_EQ(config.num_key_value_heads, 2);
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(config.max_position_embeddings, 128);
+  EXPECT_EQ(config.rope, RopeConfig{});
+  EXPECT_EQ(config.rope_style, RopeStyle::kInterleaved);
+  EXPECT_TRUE(config.tensors_decide);
+  EXPECT_EQ(config.bos_token_id, 1);
+  EXPECT_THAT(config.eos_token_ids, ElementsAre(2, 7));
+  EXPECT_EQ(config.pad_token_id, 2);
+}
+
+TEST(GgufConfigTest, QwenHasHalvesBiasesAndNorms) {
+  const ModelConfig qwen2 = parse_gguf_config(metadata("qwen2"));
+  EXPECT_EQ(qwen2.rope_style, RopeStyle::kHalf);
+  EXPECT_TRUE(qwen2.qkv_bias);
+  EXPECT_FALSE(qwen2.qk_norm);
+  const ModelConfig qwen3 = parse_gguf_config(metadata(
+      "qwen3", {{"attention.key_length", number(32)}, {"attention.value_length", number(32)}}));
+  EXPECT_EQ(qwen3.head_dim, 32);
+  EXPECT_TRUE(qwen3.qk_norm);
+  EXPECT_FALSE(qwen3.qkv_bias);
+}
+
+TEST(GgufConfigTest, TheTokensGiveTheVocabulary) {
+  const std::vector<std::string> tokens(300, "x");
+  EXPECT_EQ(parse_gguf_config(metadata("llama", {{"tokenizer.ggml.tokens", tokens}})).vocab_size,
+            300);
+  expect_refused({{"vocab_size", kErase}}, ErrorCode::kInvalidModel, "vocab_size");
+  expect_refused({{"tokenizer.ggml.tokens", tokens}, {"tokenizer.ggml.eos_token_id", number(300)}},
+                 ErrorCode::kInvalidModel, "tokenizer.ggml.eos_token_id");
+}
+
+TEST(GgufConfigTest, KeysAreChecked) {
+  expect_invalid("block_count", number(1000000000));
+  expect_invalid("block_count", number(0));
+  expect_invalid("block_count", number(-1));
+  expect_invalid("block_count", std::string("2"));
+  expect_invalid("embedding_length", number(std::int64_t{1} << 31));
+  expect_invalid("feed_forward_length", number(0));
+  expect_invalid("attention.head_count", number(0));
+  expect_invalid("attention.head_count", number(5));
+  expect_invalid("attention.head_count_kv", number(3));
+  expect_invalid("attention.head_count_kv", number(0));
+  expect_invalid("attention.key_length", number(15));
+  expect_invalid("attention.key_length", number(0));
+  expect_invalid("context_length", number(0));
+  expect_invalid("context_length", number(std::int64_t{1} << 40));
+  expect_invalid("attention.layer_norm_rms_epsilon", 0.0);
+  expect_invalid("attention.layer_norm_rms_epsilon", kNan);
+  expect_invalid("rope.freq_base", 0.0);
+  expect_invalid("rope.freq_base", kNan);
+  expect_invalid("rope.freq_base", std::numeric_limits<double>::infinity());
+  expect_invalid("rope.scaling.factor", kNan);
+  expect_invalid("rope.scaling.factor", -2.0);
+  for (const char* key :
+       {"block_count", "embedding_length", "feed_forward_length", "attention.head_count",
+        "attention.layer_norm_rms_epsilon", "context_length"}) {
+    expect_invalid(key, kErase);
+  }
+  expect_refused({{"general.architecture", kErase}}, ErrorCode::kInvalidModel,
+                 "general.architecture");
+}
+
+TEST(GgufConfigTest, PerLayerArraysMustAgree) {
+  const auto list = [](std::int64_t a, std::int64_t b) { return std::vector<std::int64_t>{a, b}; };
+  const ModelConfig config =
+      parse_gguf_config(metadata("llama", {{"feed_forward_length", list(96, 96)}}));
+  EXPECT_EQ(config.intermediate_size, 96);
+  expect_unsupported("feed_forward_length", list(96, 64));
+  expect_unsupported("attention.head_count_kv", list(2, 1));
+  expect_invalid("attention.head_count", std::vector<std::int64_t>{});
+}
+
+TEST(GgufConfigTest, RopeScaling) {
+  const auto rope = [](const std::vector<Entry>& changes) {
+    return parse_gguf_config(metadata("llama", changes)).rope;
+  };
+  const RopeConfig linear{.kind = RopeKind::kLinear, .factor = 4.0};
+  EXPECT_EQ(rope({{"rope.scaling.type", std::string("linear")}, {"rope.scaling.factor", 4.0}}),
+            linear);
+  EXPECT_EQ(rope({{"rope.scaling.factor", 4.0}}), linear);  // linear is the default type
+  EXPECT_EQ(rope({{"rope.scale_linear", 4.0}}), linear);    // the key of early files
+  EXPECT_EQ(rope({{"rope.scaling.factor", 0.0}}), RopeConfig{});
+  EXPECT_EQ(rope({{"rope.scaling.type", std::string("none")}, {"rope.scaling.factor", 4.0}}),
+            RopeConfig{});
+  EXPECT_EQ(rope({{"rope.freq_base", kErase}}), RopeConfig{});
+
+  const std::vector<Entry> yarn = {{"rope.scaling.type", std::string("yarn")},
+                                   {"rope.scaling.factor", 4.0},
+                                   {"rope.scaling.original_context_length", number(64)}};
+  const RopeConfig plain = rope(yarn);
+  EXPECT_EQ(plain.kind, RopeKind::kYarn);
+  EXPECT_EQ(plain.original_max_position_embeddings, 64);
+  EXPECT_EQ(plain.attention_factor, std::nullopt);
+
+  // attn_factor comes on top of the formula.
+  std::vector<Entry> more = yarn;
+  more.emplace_back("rope.scaling.attn_factor", 0.5);
+  EXPECT_FLOAT_EQ(rope_attention_scale(rope(more)), 0.5F * rope_attention_scale(plain));
+}
+
+TEST(GgufConfigTest, WhatIsNotComputedIsRefusedByKey) {
+  expect_refused({{"general.architecture", std::string("gemma3")}}, ErrorCode::kUnsupported,
+                 "gemma3");
+  expect_unsupported("rope.scaling.type", std::string("longrope"));
+  expect_unsupported("rope.scaling.attn_factor", 1.5);
+  expect_unsupported("rope.dimension_count", number(8));
+  expect_unsupported("attention.value_length", number(8));
+  expect_unsupported("attention.sliding_window", number(64));
+  expect_unsupported("attention.causal", false);
+  expect_unsupported("expert_count", number(8));
+  expect_unsupported("attention.clamp_kqv", 8.0);
+  expect_unsupported("final_logit_softcapping", 30.0);
+  const std::vector<Entry> yarn = {{"rope.scaling.type", std::string("yarn")},
+                                   {"rope.scaling.yarn_ext_factor", 0.5}};
+  expect_refused(yarn, ErrorCode::kUnsupported, "yarn_ext_factor");
+  EXPECT_EQ(parse_gguf_config(metadata("llama", {{"attention.sliding_window", number(128)}}))
+                .sliding_window,
+            128);
+}
+
+}  // namespace
+}  // namespace pianola
