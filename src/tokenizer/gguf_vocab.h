@@ -1,0 +1,19 @@
+// The tokenizer of a GGUF file, from its metadata (tokenizer.ggml.*).
+//
+//   std::shared_ptr<const Tokenizer> tokenizer = tokenizer_from_gguf(metadata);
+//
+// Models "gpt2" (byte-level BPE, pre: smollm, gpt-2, llama-bpe, qwen2 and their aliases) and
+// "llama" (SentencePiece BPE by scores). Others are Unsupported, by name. Where the family's
+// tokenizer.json normalises (qwen2: NFC), so does this.
+#pragma once
+
+#include <memory>
+
+#include "base/metadata.h"
+#include "pianola/tokenizer.h"
+
+namespace pianola {
+
+std::shared_ptr<const Tokenizer> tokenizer_from_gguf(const Metadata& metadata);
+
+}  // namespace pianola

@@ -1,0 +1,106 @@
+#include "tokenizer/normalizer.h"
+
+#include <utf8proc.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "base/check.h"
+#include "base/utf8.h"
+#include "tokenizer/vocabulary.h"
+
+namespace pianola {
+namespace {
+
+constexpr double kMaxGrowth = 16;
+constexpr std::size_t kMaxPrepend = 64;
+
+bool is_ascii(std::string_view text) {
+  return std::all_of(text.begin(), text.end(),
+                     [](char c) { return static_cast<unsigned char>(c) < 0x80; });
+}
+
+// NFC of text that is valid UTF-8.
+void append_nfc(std::string_view text, std::string& out) {
+  if (text.empty()) return;
+  utf8proc_uint8_t* mapped = nullptr;
+  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+  const utf8proc_ssize_t length =
+      utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                   static_cast<utf8proc_ssize_t>(text.size()), &mapped, options);
+  const std::unique_ptr<utf8proc_uint8_t, void (*)(void*)> owner(mapped, std::free);
+  PIANOLA_CHECK(length >= 0, "utf8proc: {}", utf8proc_errmsg(length));
+  out.append(reinterpret_cast<const char*>(mapped), static_cast<std::size_t>(length));
+}
+
+std::string nfc(std::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  std::size_t begin = 0;
+  for (std::size_t at = 0; at < text.size();) {
+    const Utf8Char c = decode_utf8(text.substr(at));
+    const auto length = static_cast<std::size_t>(c.length);
+    if (!c.valid) {
+      append_nfc(text.substr(begin, at - begin), out);
+      out.append(text.substr(at, length));
+      begin = at + length;
+    }
+    at += length;
+  }
+  append_nfc(text.substr(begin), out);
+  return out;
+}
+
+}  // namespace
+
+void Normalizer::add(Step step, std::string_view where) {
+  switch (step.kind) {
+    case Step::Kind::kNfc:
+      growth_ *= 3;  // U+0390 and its like: two bytes that compose from nothing shorter than six
+      break;
+    case Step::Kind::kPrepend:
+      if (step.content.size() > kMaxPrepend) {
+        fail(ErrorCode::kInvalidModel, "{}: Prepend of {} bytes, at most {}", where,
+             step.content.size(), kMaxPrepend);
+      }
+      break;
+    case Step::Kind::kReplace:
+      if (step.from.empty()) {
+        fail(ErrorCode::kInvalidModel, "{}: Replace with an empty pattern", where);
+      }
+      growth_ *= std::max(
+          1.0, static_cast<double>(step.content.size()) / static_cast<double>(step.from.size()));
+      break;
+  }
+  if (growth_ > kMaxGrowth) {
+    fail(ErrorCode::kInvalidModel, "{}: the steps can make a text {:.0f} times longer, at most {}",
+         where, growth_, kMaxGrowth);
+  }
+  steps_.push_back(std::move(step));
+  if (steps_.size() > 64) {
+    fail(ErrorCode::kInvalidModel, "{}: more than 64 steps", where);
+  }
+}
+
+std::string_view Normalizer::apply(std::string_view text, TextArena& arena) const {
+  if (text.empty()) return text;
+  for (const Step& step : steps_) {
+    switch (step.kind) {
+      case Step::Kind::kNfc:
+        if (!is_ascii(text)) text = arena.emplace_back(nfc(text));
+        break;
+      case Step::Kind::kPrepend:
+        text = arena.emplace_back(std::string(step.content).append(text));
+        break;
+      case Step::Kind::kReplace:
+        if (text.find(step.from) != std::string_view::npos) {
+          text = arena.emplace_back(replace_all(text, step.from, step.content));
+        }
+        break;
+    }
+  }
+  return text;
+}
+
+}  // namespace pianola

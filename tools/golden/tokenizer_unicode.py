@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Writes src/tokenizer/unicode_ranges.cc: which code points are letters, numbers, spaces and word
+characters, as the `tokenizers` wheel sees them.
+
+The wheel mixes three Unicode versions (its regex engine, Rust's char methods, Rust's regex crate),
+and token ids depend on them, so the classes are asked of the wheel itself.
+
+    python tools/golden/tokenizer_unicode.py src/tokenizer/unicode_ranges.cc
+"""
+
+import sys
+
+import tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+LETTER, NUMBER, SPACE, WORD, DIGIT = 1, 2, 4, 8, 16
+CODE_POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+
+
+def removed_by(pre_tokenizer):
+    kept = set()
+    for _, (begin, end) in pre_tokenizer.pre_tokenize_str("".join(map(chr, CODE_POINTS))):
+        kept.update(CODE_POINTS[begin:end])
+    return set(CODE_POINTS) - kept
+
+
+def digits():
+    # "a" before every character: a piece that is one character and not "a" was split off.
+    text = "".join("a" + chr(c) for c in CODE_POINTS)
+    pieces = pre_tokenizers.Digits(individual_digits=True).pre_tokenize_str(text)
+    return {ord(s) for s, _ in pieces if len(s) == 1 and s != "a"}
+
+
+def word_characters():
+    # A single_word token is found only where no word character stands before it.
+    tokenizer = Tokenizer(models.BPE(vocab={"\n": 0}, merges=[]))
+    tokenizer.add_tokens([AddedToken("qz", single_word=True, normalized=False)])
+    wanted = tokenizer.token_to_id("qz")
+    found = set()
+    text = "".join(chr(c) + "qz\n" for c in CODE_POINTS)
+    encoding = tokenizer.encode(text)
+    for token, (begin, _) in zip(encoding.ids, encoding.offsets):
+        if token == wanted:
+            found.add((begin - 1) // 4)
+    return {c for i, c in enumerate(CODE_POINTS) if i not in found}
+
+
+def main():
+    classes = [0] * 0x110000
+    for bit, members in (
+        (LETTER, removed_by(pre_tokenizers.Split(Regex(r"\p{L}"), "removed"))),
+        (NUMBER, removed_by(pre_tokenizers.Split(Regex(r"\p{N}"), "removed"))),
+        (SPACE, removed_by(pre_tokenizers.Split(Regex(r"\s"), "removed"))),
+        (WORD, word_characters()),
+        (DIGIT, digits()),
+    ):
+        print(f"class {bit}: {len(members)} code points", file=sys.stderr)
+        for c in members:
+            classes[c] |= bit
+    ranges = []
+    for c, value in enumerate(classes):
+        if not value:
+            continue
+        if ranges and ranges[-1][1] == c - 1 and ranges[-1][2] == value:
+            ranges[-1][1] = c
+        else:
+            ranges.append([c, c, value])
+    lines, line = [], "   "
+    for begin, end, value in ranges:
+        item = f" {{0x{begin:X}, 0x{end:X}, {value}}},"
+        if len(line) + len(item) > 100:
+            lines.append(line)
+            line = "   "
+        line += item
+    lines.append(line)
+    with open(sys.argv[1], "w") as out:
+        out.write(
+            "// Written by tools/golden/tokenizer_unicode.py from the tokenizers wheel "
+            f"{tokenizers.__version__}.\n"
+            "// Bits: 1 \\p{L}, 2 \\p{N}, 4 \\s, 8 \\w, 16 numeric for the Digits pre-tokenizer.\n"
+            '#include "tokenizer/unicode_class.h"\n\nnamespace pianola::unicode {\n\n'
+            "// clang-format off\n"
+            f"const ClassRange kClassRanges[kClassRangeCount] = {{\n"
+            + "\n".join(lines)
+            + "\n};\n// clang-format on\n\n}  // namespace pianola::unicode\n"
+        )
+    print(f"{len(ranges)} ranges: kClassRangeCount in unicode_class.h must say so", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
