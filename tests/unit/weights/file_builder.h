@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -124,6 +125,17 @@ class TempFolder {
 
  private:
   std::filesystem::path path_;
+};
+
+// Processor time since its construction: a busy machine does not make a test slow.
+class CpuTimer {
+ public:
+  double seconds() const {
+    return static_cast<double>(std::clock() - start_) / static_cast<double>(CLOCKS_PER_SEC);
+  }
+
+ private:
+  std::clock_t start_ = std::clock();
 };
 
 // Where real model files are kept: $PIANOLA_CACHE, or ~/.cache/pianola.
