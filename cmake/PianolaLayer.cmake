@@ -38,7 +38,7 @@ endfunction()
 # Warnings, sanitizers and the debug switches every pianola target shares.
 function(pianola_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
-    -Wno-sign-conversion $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
+    -Wno-sign-conversion -Wno-missing-field-initializers $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
   if(PIANOLA_SANITIZE)
     target_compile_options(${target} PUBLIC -fsanitize=${PIANOLA_SANITIZE}
       -fno-omit-frame-pointer -fno-sanitize-recover=all)

@@ -1,0 +1,163 @@
+// The engine: one model's recorded steps over static caches, replayed for every token.
+//
+// At load it records every Plan it can run, sizes and allocates everything, and compiles each Plan
+// for its backend; afterwards no step allocates or records anything. A row is one sequence in
+// flight and owns a cache slot; a step computes some tokens of some rows together.
+//
+//   Engine engine(model.causal(), {.threads = 2, .max_seq_len = 4096, .slots = 2});
+//   int row = engine.open_row({.max_length = 200, .stop_tokens = {2}});
+//   engine.append(row, prompt);                     // queued; computed by the next steps
+//   while (engine.status(row) == RowStatus::kRunning) {
+//     for (const TokenEvent& event : engine.step()) use(event.token);
+//   }
+//   engine.close_row(row);
+//
+// Not thread-safe: one caller at a time. After a Device error healthy() is false and every call
+// that computes throws Device.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pianola/error.h"
+#include "pianola/sampling.h"
+#include "pianola/token_event.h"
+
+namespace pianola {
+
+class CausalModel;
+
+struct LoadProgress {
+  std::uint64_t done_bytes = 0;
+  std::uint64_t total_bytes = 0;
+  std::string_view tensor;
+};
+
+struct EngineOptions {
+  std::string backend = "cpu";     // "cpu" or "reference"
+  int threads = 0;                 // 0: one for each processor that this process may use
+  std::string isa;                 // CPU instruction set; "": the best this machine has
+  int max_seq_len = 0;             // 0: the least of the model's own, 8,192 and what fits
+  int slots = 1;                   // rows at a time
+  int chunk = 512;                 // most prompt tokens in one step
+  std::string cache_type = "f16";  // f16, bf16 or f32
+  bool score = false;              // record the steps that score() needs
+  bool logits = false;             // record the steps that logits() needs
+  std::size_t memory_limit = 0;    // bytes; 0: what the device has free
+  std::function<void(const LoadProgress&)> on_progress;
+};
+
+// What loading takes, computed before anything is allocated. Bytes.
+struct MemoryPlan {
+  std::string backend;
+  int max_seq_len = 0;
+  int slots = 0;
+  std::size_t weights = 0;  // repacked copies
+  std::size_t mapped = 0;   // used in place in the mapped file
+  std::size_t cache_per_slot = 0;
+  std::size_t cache = 0;
+  std::size_t state = 0;
+  std::size_t workspace = 0;  // activations and scratch
+  std::size_t total = 0;      // without `mapped`
+  std::size_t available = 0;
+  bool fits() const { return total <= available; }
+  // A table for people, one line a part.
+  std::string to_string() const;
+};
+
+struct RowOptions {
+  SamplingParams sampling;
+  int max_length = 0;  // the row stops when prompt and answer have this many tokens; 0: max_seq_len
+  std::vector<std::int32_t> stop_tokens;  // at most 32
+};
+
+struct EngineCounters {
+  std::uint64_t steps = 0;         // rounds replayed
+  std::uint64_t tokens = 0;        // computed, prompts included
+  std::uint64_t plans = 0;         // Plans recorded: constant after load
+  std::uint64_t address_hash = 0;  // of every address in every Program: constant after load
+};
+
+class Engine {
+ public:
+  // Throws OutOfMemory with the plan's table when it does not fit, before anything is allocated;
+  // Unsupported when the backend cannot run the model; InvalidArgument for options.
+  Engine(std::shared_ptr<const CausalModel> model, const EngineOptions& options);
+  ~Engine();
+  Engine(Engine&&) noexcept;
+  Engine& operator=(Engine&&) noexcept;
+
+  // What loading would take. Reads no weights and allocates nothing.
+  static MemoryPlan plan(const CausalModel& model, const EngineOptions& options);
+  // Every Plan that would be recorded, as text; `shape_filter` "" prints all, else those whose
+  // first line contains it.
+  static std::string plan_text(const CausalModel& model, const EngineOptions& options,
+                               std::string_view shape_filter = "");
+
+  const MemoryPlan& memory() const;
+  const CausalModel& model() const;
+  int max_seq_len() const;
+  int slots() const;
+  int chunk() const;
+  int vocab_size() const;
+  std::string backend_description() const;
+  bool healthy() const;
+  EngineCounters counters() const;
+
+  // A free row, or -1 when every slot is taken. Throws InvalidArgument for options out of range.
+  int open_row(const RowOptions& options);
+  void close_row(int row);
+  // New sampling parameters, limit and stop tokens for a row that keeps its tokens: the next turn
+  // of a conversation.
+  void configure_row(int row, const RowOptions& options);
+
+  // Queues tokens behind the row's history and sets the row running. With no tokens, a row that has
+  // computed all it knows computes its last token again, to go on from there. Throws
+  // ContextOverflow naming length and capacity when they do not fit, and InvalidArgument for an id
+  // outside the vocabulary; then nothing has changed.
+  void append(int row, std::span<const std::int32_t> tokens);
+
+  RowStatus status(int row) const;
+  // Tokens known: computed and queued.
+  std::span<const std::int32_t> history(int row) const;
+  // Tokens in the caches.
+  int length(int row) const;
+
+  // Forgets all but the first n tokens, 0 ≤ n ≤ history; the caches keep what they hold of them,
+  // and the row is idle until something is appended. Throws ContextOverflow and changes nothing
+  // when n is out of range.
+  void keep_first(int row, int n);
+  void drop_last(int row, int n);
+  // Empty, and as good as new.
+  void reset(int row);
+
+  // One round over every running row: one token of each row that decodes, and the next chunk of
+  // prompts, up to `chunk` tokens in all. The events are valid until the next call. An empty result
+  // with running rows means that only prompt chunks were computed.
+  std::span<const TokenEvent> step();
+  // Rounds until some row stops, a prompt is waiting, or max_rounds. The events of all rounds.
+  std::span<const TokenEvent> run(int max_rounds);
+  // True while some row is running.
+  bool has_work() const;
+
+  // Log-probabilities of tokens[1..] given what precedes each, computed from an empty row in
+  // chunks; `progress` (tokens done) may be empty. Needs EngineOptions::score and a free row.
+  std::vector<float> score(std::span<const std::int32_t> tokens,
+                           const std::function<void(std::size_t)>& progress = {});
+  // Logits [chunk.size(), vocab] of the next tokens of a row, which are appended and computed at
+  // once. At most logits_chunk() tokens. Needs EngineOptions::logits.
+  std::span<const float> logits(int row, std::span<const std::int32_t> tokens);
+  int logits_chunk() const;
+
+ private:
+  friend class EngineTestAccess;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pianola

@@ -1,0 +1,143 @@
+// What a backend is: it says how it wants weights stored, how much memory a Plan needs, and turns a
+// Plan bound to addresses into a Program. It takes nothing: all memory is handed to it.
+//
+//   auto backend = make_backend("cpu", {.threads = 2});
+//   backend->check(plan, tables);                       // Unsupported, naming op and layer
+//   auto program = backend->compile(plan, binding);
+//   program->replay();                                  // one round
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cache/layer_cache.h"
+#include "plan/plan.h"
+#include "plan/step_state.h"
+#include "plan/workspace.h"
+#include "tensor/weight_layout.h"
+
+namespace pianola {
+
+// The tables that a Plan's ids point into, before there are addresses.
+struct PlanTables {
+  std::span<const WeightDecl> weights;
+  std::span<const FullAttentionSpec> caches;
+  CacheShape cache_shape;
+};
+
+// Every address a Program may touch.
+struct Binding {
+  std::span<const BoundWeight> weights;
+  std::span<const LayerCacheView> caches;
+  StepState state;
+  std::byte* workspace = nullptr;  // plan_workspace(plan).bytes
+  std::byte* scratch = nullptr;    // backend.scratch_bytes(plan)
+  std::size_t scratch_bytes = 0;
+};
+
+// A Plan with its addresses: what an executor works on. Refers to its Plan, which must outlive it.
+class BoundPlan {
+ public:
+  BoundPlan(const Plan& plan, const Binding& binding);
+
+  const Plan& plan() const { return *plan_; }
+  const StepState& state() const { return state_; }
+  const BoundWeight& weight(WeightId id) const {
+    return weights_[static_cast<std::size_t>(id.index)];
+  }
+  // Null for an id that is not valid: an optional bias.
+  const float* vector(WeightId id) const { return id.valid() ? weight(id).f32() : nullptr; }
+  const LayerCacheView& cache(CacheId id) const {
+    return caches_[static_cast<std::size_t>(id.index)];
+  }
+  float* buffer(BufferId id) const {
+    return reinterpret_cast<float*>(workspace_ + offsets_[static_cast<std::size_t>(id.index)]);
+  }
+  std::int64_t width(BufferId id) const { return plan_->buffer(id).width; }
+  std::byte* scratch() const { return scratch_; }
+
+  // A hash of every address above: equal before and after any use of the Program.
+  std::uint64_t address_certificate() const;
+
+ private:
+  const Plan* plan_;
+  std::vector<BoundWeight> weights_;
+  std::vector<LayerCacheView> caches_;
+  StepState state_;
+  std::byte* workspace_;
+  std::vector<std::size_t> offsets_;
+  std::byte* scratch_;
+};
+
+enum class RunEnd : std::uint8_t { kAllStopped, kBound, kYield, kRingFull };
+
+struct RunResult {
+  int rounds = 0;
+  RunEnd end = RunEnd::kAllStopped;
+};
+
+class Program {
+ public:
+  virtual ~Program() = default;
+  // Runs one round over the tables in StepState. Runs no model code and allocates nothing.
+  virtual void replay() = 0;
+  // Runs rounds until every lane has stopped, the host set `yield`, the ring may overflow, or
+  // max_rounds is reached. Only for a step that feeds itself (counts->feed).
+  virtual RunResult run(int max_rounds) = 0;
+  virtual std::uint64_t address_certificate() const = 0;
+};
+
+// Memory of a device. Zeroed when it is made.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  virtual std::byte* data() const = 0;
+  virtual std::size_t size() const = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual const char* name() const = 0;
+  // One line for a person: instruction set, threads, device.
+  virtual std::string description() const = 0;
+
+  // Bytes that could be allocated now.
+  virtual std::size_t available_memory() const = 0;
+  // Throws OutOfMemory.
+  virtual std::unique_ptr<DeviceMemory> allocate(std::size_t bytes) = 0;
+
+  // Throws Unsupported naming the weight.
+  virtual WeightLayout weight_layout(const WeightDecl& decl) const = 0;
+  // Fills `destination` (layout.bytes) from the checkpoint's bytes (decl.source_bytes(),
+  // unaligned).
+  virtual void repack(const WeightDecl& decl, const WeightLayout& layout, const std::byte* source,
+                      std::byte* destination) = 0;
+
+  // Throws Unsupported naming op and layer when the Plan cannot run here.
+  virtual void check(const Plan& plan, const PlanTables& tables) const = 0;
+  virtual std::size_t scratch_bytes(const Plan& plan, const PlanTables& tables) const = 0;
+  // `plan` and the backend outlive the Program.
+  virtual std::unique_ptr<Program> compile(const Plan& plan, const Binding& binding) = 0;
+
+  // Copies between host and device memory; complete when they return.
+  virtual void write(void* device, const void* host, std::size_t bytes) = 0;
+  virtual void read(void* host, const void* device, std::size_t bytes) = 0;
+};
+
+struct BackendOptions {
+  int threads = 0;  // 0: one for each processor this process may use
+  std::string isa;  // "": the best this machine has; else "portable", "avx2", ...
+};
+
+// "reference" or "cpu". InvalidArgument, listing the names, for anything else.
+std::unique_ptr<Backend> make_backend(std::string_view name, const BackendOptions& options);
+std::vector<std::string> backend_names();
+
+}  // namespace pianola

@@ -1,0 +1,77 @@
+#include "backends/host_memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#include "base/check.h"
+
+namespace pianola {
+namespace {
+
+class HostMemory final : public DeviceMemory {
+ public:
+  explicit HostMemory(std::size_t bytes) : size_(bytes) {
+    if (bytes == 0) return;
+    void* address =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) {
+      fail(ErrorCode::kOutOfMemory, "memory: the system refused {} bytes", bytes);
+    }
+    data_ = static_cast<std::byte*>(address);
+    ::madvise(address, bytes, MADV_HUGEPAGE);  // fewer TLB misses on weights; advice only
+  }
+  ~HostMemory() override {
+    if (data_) ::munmap(data_, size_);
+  }
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  std::byte* data() const override { return data_; }
+  std::size_t size() const override { return size_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// The number in a file of one number; the largest value when there is none ("max", no file).
+std::size_t read_number(const char* path) {
+  std::ifstream file(path);
+  std::size_t value = 0;
+  return file >> value ? value : std::numeric_limits<std::size_t>::max();
+}
+
+std::size_t available_in_meminfo() {
+  std::ifstream file("/proc/meminfo");
+  std::string key;
+  std::size_t kilobytes = 0;
+  std::string unit;
+  while (file >> key >> kilobytes) {
+    std::getline(file, unit);
+    if (key == "MemAvailable:") return kilobytes * 1024;
+  }
+  return std::numeric_limits<std::size_t>::max();
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceMemory> allocate_host_memory(std::size_t bytes) {
+  return std::make_unique<HostMemory>(bytes);
+}
+
+std::size_t available_host_memory() {
+  std::size_t available = available_in_meminfo();
+  const std::size_t limit = read_number("/sys/fs/cgroup/memory.max");
+  const std::size_t used = read_number("/sys/fs/cgroup/memory.current");
+  if (limit != std::numeric_limits<std::size_t>::max() && used < limit) {
+    available = std::min(available, limit - used);
+  }
+  return available;
+}
+
+}  // namespace pianola

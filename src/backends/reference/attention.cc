@@ -1,0 +1,145 @@
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "backends/reference/ops.h"
+#include "base/check.h"
+#include "tensor/half.h"
+
+namespace pianola::reference {
+namespace {
+
+// Rotates one head in place. Angles are f32 products, as the models were trained and as
+// transformers computes them.
+void rotate(float* head, int dim, std::int32_t position, const float* inverse_frequencies,
+            const Rope& rope) {
+  const int half = dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const float angle = static_cast<float>(position) * inverse_frequencies[i];
+    const double c = std::cos(static_cast<double>(angle)) * rope.attention_factor;
+    const double s = std::sin(static_cast<double>(angle)) * rope.attention_factor;
+    float& a = head[rope.style == RopeStyle::kHalf ? i : 2 * i];
+    float& b = head[rope.style == RopeStyle::kHalf ? i + half : 2 * i + 1];
+    const double x = a;
+    const double y = b;
+    a = static_cast<float>(x * c - y * s);
+    b = static_cast<float>(y * c + x * s);
+  }
+}
+
+// Projects one token to all heads of q, k or v, then normalises and rotates each head.
+void project(const BoundPlan& bound, WeightId weight_id, WeightId bias_id, const float* x,
+             const std::optional<RmsNorm>& norm, const Rope* rope, int dim, std::int32_t position,
+             float* out) {
+  const BoundWeight& weight = bound.weight(weight_id);
+  const float* bias = bound.vector(bias_id);
+  const std::int64_t cols = weight.decl->cols;
+  for (std::int64_t n = 0; n < weight.decl->rows; ++n) {
+    out[n] = static_cast<float>(dot(weight.f32() + n * cols, x, cols) + (bias ? bias[n] : 0.0F));
+  }
+  for (float* head = out; head != out + weight.decl->rows; head += dim) {
+    if (norm) {
+      rms_norm({head, static_cast<std::size_t>(dim)}, bound.vector(norm->weight), norm->eps, head);
+    }
+    if (rope) rotate(head, dim, position, bound.vector(rope->inverse_frequencies), *rope);
+  }
+}
+
+void store_heads(DType dtype, std::byte* slot, std::int32_t position, int kv_heads, int dim,
+                 const float* heads) {
+  for (int h = 0; h < kv_heads; ++h) {
+    const std::size_t index = cache_index(position, h, kv_heads, dim);
+    for (int i = 0; i < dim; ++i) {
+      store_cache(dtype, slot, index + static_cast<std::size_t>(i), heads[h * dim + i]);
+    }
+  }
+}
+
+}  // namespace
+
+float load_cache(DType dtype, const std::byte* slot, std::size_t index) {
+  if (dtype == DType::kF32) return reinterpret_cast<const float*>(slot)[index];
+  const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(slot)[index];
+  return dtype == DType::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+}
+
+void store_cache(DType dtype, std::byte* slot, std::size_t index, float value) {
+  if (dtype == DType::kF32) {
+    reinterpret_cast<float*>(slot)[index] = value;
+  } else {
+    reinterpret_cast<std::uint16_t*>(slot)[index] =
+        dtype == DType::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
+  }
+}
+
+void run(const QkvOp& op, const BoundPlan& bound) {
+  const StepState& s = bound.state();
+  const LayerCacheView& cache = bound.cache(op.cache);
+  const std::int64_t in = bound.width(op.in);
+  const std::int64_t q_width = bound.width(op.q_out);
+  auto* normed = reinterpret_cast<float*>(bound.scratch());
+  float* k = normed + in;
+  float* v = k + std::int64_t{cache.kv_heads} * cache.key_dim;
+  for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
+    const std::int32_t position = s.position[t];
+    float* q = bound.buffer(op.q_out) + t * q_width;
+    if (position < 0) {
+      std::fill_n(q, q_width, 0.0F);
+      continue;
+    }
+    rms_norm({bound.buffer(op.in) + t * in, static_cast<std::size_t>(in)},
+             bound.vector(op.norm.weight), op.norm.eps, normed);
+    project(bound, op.q, op.q_bias, normed, op.q_norm, &op.rope, cache.key_dim, position, q);
+    project(bound, op.k, op.k_bias, normed, op.k_norm, &op.rope, cache.key_dim, position, k);
+    project(bound, op.v, op.v_bias, normed, std::nullopt, nullptr, cache.value_dim, position, v);
+    const std::int32_t row = s.row_of[s.lane_of[t]];
+    store_heads(cache.dtype, cache.key_slot(row), position, cache.kv_heads, cache.key_dim, k);
+    store_heads(cache.dtype, cache.value_slot(row), position, cache.kv_heads, cache.value_dim, v);
+  }
+}
+
+void run(const AttentionOp& op, const BoundPlan& bound) {
+  const StepState& s = bound.state();
+  const LayerCacheView& cache = bound.cache(op.cache);
+  const int group = op.heads / cache.kv_heads;
+  auto* scores = reinterpret_cast<float*>(bound.scratch());
+  for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
+    float* out = bound.buffer(op.out) + t * bound.width(op.out);
+    std::fill_n(out, bound.width(op.out), 0.0F);
+    const std::int32_t position = s.position[t];
+    if (position < 0) continue;
+    const std::int32_t row = s.row_of[s.lane_of[t]];
+    for (int h = 0; h < op.heads; ++h) {
+      const float* q = bound.buffer(op.q) + t * bound.width(op.q) + h * cache.key_dim;
+      double max = -std::numeric_limits<double>::infinity();
+      for (std::int32_t p = 0; p <= position; ++p) {
+        const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.key_dim);
+        double sum = 0;
+        for (int i = 0; i < cache.key_dim; ++i) {
+          sum += static_cast<double>(q[i]) *
+                 load_cache(cache.dtype, cache.key_slot(row), index + static_cast<std::size_t>(i));
+        }
+        scores[p] = static_cast<float>(sum * op.scale);
+        max = std::max(max, static_cast<double>(scores[p]));
+      }
+      double total = 0;
+      for (std::int32_t p = 0; p <= position; ++p) {
+        const double weight = std::exp(scores[p] - max);
+        scores[p] = static_cast<float>(weight);
+        total += weight;
+      }
+      float* head = out + static_cast<std::int64_t>(h) * cache.value_dim;
+      for (int i = 0; i < cache.value_dim; ++i) {
+        double sum = 0;
+        for (std::int32_t p = 0; p <= position; ++p) {
+          const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.value_dim);
+          sum += static_cast<double>(scores[p]) * load_cache(cache.dtype, cache.value_slot(row),
+                                                             index + static_cast<std::size_t>(i));
+        }
+        head[i] = static_cast<float>(sum / total);
+      }
+    }
+  }
+}
+
+}  // namespace pianola::reference

@@ -1,0 +1,54 @@
+// The specification of every op: scalar code, f32 storage, sums in double. Slow and obviously
+// right; every other backend is tested against it.
+#pragma once
+
+#include <span>
+
+#include "backends/backend.h"
+
+namespace pianola::reference {
+
+void run(const EmbedOp& op, const BoundPlan& bound);
+void run(const NormOp& op, const BoundPlan& bound);
+void run(const LinearOp& op, const BoundPlan& bound);
+void run(const QkvOp& op, const BoundPlan& bound);
+void run(const AttentionOp& op, const BoundPlan& bound);
+void run(const GatedMlpOp& op, const BoundPlan& bound);
+void run(const LmHeadOp& op, const BoundPlan& bound);
+void run(const ScoreOp& op, const BoundPlan& bound);
+void run(const SampleOp& op, const BoundPlan& bound);
+void run(const AdvanceOp& op, const BoundPlan& bound);
+
+// Bytes of scratch that the op needs.
+std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tables);
+
+// out = x / sqrt(mean(x²) + eps) * weight. `out` may be `x`.
+void rms_norm(std::span<const float> x, const float* weight, float eps, float* out);
+
+// Sum of a[i] * b[i].
+double dot(const float* a, const float* b, std::int64_t n);
+
+// One element of a cache of any element type, and its store with rounding to nearest even.
+float load_cache(DType dtype, const std::byte* slot, std::size_t index);
+void store_cache(DType dtype, std::byte* slot, std::size_t index, float value);
+
+// Chooses a token from `logits`, or -1 when one of them is NaN or +inf, or no candidate is left.
+// Order, as transformers: bias, repetition, presence and frequency penalties over the window,
+// temperature, top-k, top-p, min-p; then one draw over what is kept, in order of ids. Ties go to
+// the lower id. `history` holds the row's tokens; `scratch` holds sample_scratch_bytes(vocab).
+TokenId sample_token(std::span<const float> logits, const RowState& row,
+                     std::span<const TokenId> history, std::byte* scratch);
+std::size_t sample_scratch_bytes(std::int64_t vocab);
+
+// log softmax(logits)[token].
+double log_probability(std::span<const float> logits, TokenId token);
+
+// True when a round that feeds itself has nothing left to do.
+bool all_lanes_stopped(const StepState& state);
+// True when another round could overflow the ring.
+bool ring_is_full(const StepState& state);
+
+// The loop around replay() that Program::run() promises.
+RunResult run_rounds(Program& program, const StepState& state, int max_rounds);
+
+}  // namespace pianola::reference

@@ -1,0 +1,17 @@
+#include <fmt/ranges.h>
+
+#include "backends/backend.h"
+#include "backends/reference/reference_backend.h"
+#include "base/check.h"
+
+namespace pianola {
+
+std::vector<std::string> backend_names() { return {"cpu", "reference"}; }
+
+std::unique_ptr<Backend> make_backend(std::string_view name, const BackendOptions& options) {
+  if (name == "reference") return std::make_unique<reference::ReferenceBackend>(options);
+  fail(ErrorCode::kInvalidArgument, "backend '{}' is not known; there are: {}", name,
+       fmt::join(backend_names(), ", "));
+}
+
+}  // namespace pianola

@@ -1,0 +1,66 @@
+// The caches of a whole stack: sizes first, then addresses that never change.
+//
+//   CacheLayout layout(specs, {.max_seq_len = 8192, .slots = 4});
+//   layout.bytes_per_slot();                      // printed by `plan` before anything is allocated
+//   Arena arena;
+//   StaticCache cache(layout, arena);             // reserves its regions
+//   arena.seal(memory);                           // now cache.layer(3).keys is final
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "cache/layer_cache.h"
+#include "tensor/arena.h"
+
+namespace pianola {
+
+struct CacheOptions {
+  int max_seq_len = 0;     // tokens a slot can hold: the ceiling of all later calls
+  int slots = 1;           // sequences at a time
+  int rollback_depth = 0;  // tokens that may be appended and taken back inside a step
+  DType dtype = DType::kF16;
+};
+
+// Sizes of every layer's buffers for given options. Throws InvalidArgument for options out of range
+// and Unsupported for an element type that no cache has.
+class CacheLayout {
+ public:
+  CacheLayout() = default;
+  CacheLayout(std::span<const FullAttentionSpec> layers, const CacheOptions& options);
+
+  const CacheOptions& options() const { return options_; }
+  std::span<const FullAttentionSpec> layers() const { return layers_; }
+  // max_seq_len rounded up to whole blocks.
+  int capacity() const { return capacity_; }
+  CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
+  std::size_t key_bytes(int layer) const;    // of one slot
+  std::size_t value_bytes(int layer) const;  // of one slot
+  std::size_t bytes_per_slot() const;
+  std::size_t total_bytes() const;
+
+ private:
+  std::vector<FullAttentionSpec> layers_;
+  CacheOptions options_;
+  int capacity_ = 0;
+};
+
+class StaticCache {
+ public:
+  // Reserves the regions of all layers; addresses exist once the arena is sealed.
+  StaticCache(const CacheLayout& layout, Arena& arena);
+
+  const CacheLayout& layout() const { return layout_; }
+  LayerCacheView layer(int index) const;
+
+ private:
+  struct Region {
+    std::size_t keys = 0;
+    std::size_t values = 0;
+  };
+  CacheLayout layout_;
+  const Arena* arena_;
+  std::vector<Region> regions_;
+};
+
+}  // namespace pianola

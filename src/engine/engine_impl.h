@@ -1,0 +1,58 @@
+// What an Engine holds. Apart from engine.cc so that tests can look at addresses and caches.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/engine_layout.h"
+#include "engine/program_cache.h"
+#include "engine/row_table.h"
+#include "engine/step_tables.h"
+
+namespace pianola {
+
+struct Engine::Impl {
+  Impl(std::shared_ptr<const CausalModel> model_in, const EngineOptions& options);
+
+  struct Lane {
+    int row = 0;
+    int tokens = 0;
+  };
+
+  // Declared in the order of dependence: memory outlives what points into it.
+  std::shared_ptr<const CausalModel> model;
+  std::unique_ptr<Backend> backend;
+  EngineLayout layout;
+  std::unique_ptr<DeviceMemory> weight_memory;
+  std::unique_ptr<DeviceMemory> cache_memory;
+  std::unique_ptr<DeviceMemory> state_memory;
+  std::unique_ptr<DeviceMemory> work_memory;
+  StepState state;
+  std::vector<LayerCacheView> caches;
+  std::unique_ptr<ProgramCache> programs;
+  std::unique_ptr<RowTable> rows;
+  std::unique_ptr<StepTables> tables;
+  std::vector<Lane> lanes;         // of the step at hand; never grows
+  std::vector<TokenEvent> events;  // of the last call; never grows
+  std::vector<float> logits;       // [logits_chunk, vocab] when recorded
+  EngineCounters counters;
+  bool healthy = true;
+  int step_tokens = 0;  // most tokens in one step that samples
+  int next_prompt = 0;  // the row whose prompt is served first: they take turns
+
+  void allocate();
+  void bind();
+
+  // Fills `tables` and `lanes` with the work at hand: a token of each decoding row, then prompts.
+  void fill_tables();
+  void add_lane(int row, int tokens, int logit_rows);
+  // Writes the tables and replays the Program that holds them.
+  RunResult replay(StepVariant variant, int max_rounds);
+  void read_events();
+  // Computes `tokens` of an otherwise empty step; logits are wanted of all of them.
+  void compute_all_rows(int row, int tokens, StepVariant variant);
+  bool all_decode() const;
+  const float* device_logits() const;
+};
+
+}  // namespace pianola

@@ -1,0 +1,177 @@
+#include "engine/engine_layout.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace pianola {
+namespace {
+
+constexpr int kDefaultMaxSeqLen = 8192;
+constexpr int kLeastMaxSeqLen = 64;
+constexpr int kMaxSlots = 1024;
+constexpr int kMaxChunk = 8192;
+constexpr int kLogitsChunk = 64;
+constexpr int kSmallChunk = 64;
+
+void validate(const EngineOptions& o) {
+  const auto check = [](bool ok, const char* field, auto found, const char* range) {
+    if (!ok) {
+      fail(ErrorCode::kInvalidArgument, "engine options: {} is {}, expected {}", field, found,
+           range);
+    }
+  };
+  check(o.max_seq_len >= 0 && o.max_seq_len <= (1 << 24), "max_seq_len", o.max_seq_len,
+        "1 to 16777216, or 0 for the default");
+  check(o.slots >= 1 && o.slots <= kMaxSlots, "slots", o.slots, "1 to 1024");
+  check(o.chunk >= 1 && o.chunk <= kMaxChunk, "chunk", o.chunk, "1 to 8192");
+  check(o.threads >= 0 && o.threads <= 1024, "threads", o.threads,
+        "1 to 1024, or 0 for the default");
+}
+
+DType cache_dtype(const std::string& name) {
+  const auto dtype = parse_dtype(name);
+  if (!dtype || (*dtype != DType::kF32 && *dtype != DType::kF16 && *dtype != DType::kBF16)) {
+    fail(ErrorCode::kInvalidArgument,
+         "engine options: cache_type is '{}', expected f16, bf16 or f32", name);
+  }
+  return *dtype;
+}
+
+StepLimits step_limits(const EngineOptions& options, const std::vector<StepShape>& shapes) {
+  StepLimits limits{.rows = options.slots, .max_seq_len = options.max_seq_len};
+  for (const StepShape& shape : shapes) {
+    limits.tokens = std::max(limits.tokens, shape.tokens);
+    limits.lanes = std::max(limits.lanes, shape.lanes);
+    limits.logit_rows = std::max(limits.logit_rows, shape.logit_rows);
+  }
+  return limits;
+}
+
+CacheOptions cache_options(const EngineOptions& options) {
+  return {.max_seq_len = options.max_seq_len,
+          .slots = options.slots,
+          .dtype = cache_dtype(options.cache_type)};
+}
+
+// Bytes with the binary unit a person would choose.
+std::string human_bytes(std::size_t bytes) {
+  const auto value = static_cast<double>(bytes);
+  if (value < 1024.0 * 1024.0) return fmt::format("{:.1f} KiB", value / 1024.0);
+  if (value < 1024.0 * 1024.0 * 1024.0) return fmt::format("{:.1f} MiB", value / (1024.0 * 1024.0));
+  return fmt::format("{:.2f} GiB", value / (1024.0 * 1024.0 * 1024.0));
+}
+
+}  // namespace
+
+std::string MemoryPlan::to_string() const {
+  std::string text;
+  const auto line = [&text](const char* what, std::size_t bytes, const std::string& note) {
+    text += fmt::format("  {:<12} {:>12}  {}\n", what, human_bytes(bytes), note);
+  };
+  text += fmt::format("memory plan ({} backend)\n", backend);
+  line("weights", weights, "repacked copies");
+  line("mapped", mapped, "used in place in the model file; not counted in the total");
+  line("cache", cache,
+       fmt::format("{} slot{} of {} tokens, {} each", slots, slots == 1 ? "" : "s", max_seq_len,
+                   human_bytes(cache_per_slot)));
+  line("state", state, "tokens, lengths, sampling parameters");
+  line("workspace", workspace, "activations and scratch");
+  line("total", total, "");
+  line("available", available, fits() ? "it fits" : "it does not fit");
+  return text;
+}
+
+std::vector<StepShape> step_shapes(const EngineOptions& options) {
+  std::vector<StepShape> shapes;
+  const auto add = [&shapes](int tokens, int lanes, int logit_rows, StepVariant variant) {
+    const StepShape shape{tokens, lanes, logit_rows, variant};
+    if (std::find(shapes.begin(), shapes.end(), shape) == shapes.end()) shapes.push_back(shape);
+  };
+  int lanes = 1;
+  for (; lanes < options.slots; lanes *= 2) add(lanes, lanes, lanes, StepVariant::kSample);
+  add(lanes, lanes, lanes, StepVariant::kSample);
+  const int largest = std::max(options.chunk, lanes);
+  for (const int tokens : {std::min(std::max(kSmallChunk, lanes), largest), largest}) {
+    add(tokens, std::min(lanes, tokens), std::min(lanes, tokens), StepVariant::kSample);
+  }
+  if (options.score) add(options.chunk, 1, options.chunk, StepVariant::kScore);
+  if (options.logits) {
+    const int tokens = logits_chunk_of(options);
+    add(tokens, 1, tokens, StepVariant::kLogits);
+  }
+  return shapes;
+}
+
+int logits_chunk_of(const EngineOptions& options) { return std::min(options.chunk, kLogitsChunk); }
+
+namespace {
+
+// The largest default length that fits, by bisection over whole blocks: memory grows with it.
+int choose_max_seq_len(const CausalModel& model, const EngineOptions& options,
+                       const ModelTables& tables, std::size_t other_bytes, std::size_t available) {
+  const auto model_limit = static_cast<int>(
+      std::min<std::int64_t>(model.config().max_position_embeddings, kDefaultMaxSeqLen));
+  int length = std::max(model_limit, 1);
+  const auto bytes_at = [&](int n) {
+    EngineOptions trial = options;
+    trial.max_seq_len = n;
+    return CacheLayout(tables.caches, cache_options(trial)).total_bytes() + other_bytes;
+  };
+  while (length > kLeastMaxSeqLen && bytes_at(length) > available) {
+    length = std::max(kLeastMaxSeqLen, (length - 1) / kCacheBlock * kCacheBlock);
+  }
+  return length;
+}
+
+}  // namespace
+
+EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& options,
+                           const Backend& backend)
+    : options_(options), state_(StepLimits{}) {
+  validate(options_);
+  cache_dtype(options_.cache_type);
+  const auto layout = [&backend](const WeightDecl& decl) { return backend.weight_layout(decl); };
+  const std::size_t available =
+      options_.memory_limit ? options_.memory_limit : backend.available_memory();
+  if (options_.max_seq_len == 0) {
+    const ModelTables tables = model.tables(1);
+    Arena arena;
+    const std::size_t weights = WeightStore(tables.weights, layout, arena).device_bytes();
+    options_.max_seq_len = choose_max_seq_len(model, options_, tables, weights, available);
+  }
+  if (model.config().sliding_window && options_.max_seq_len > *model.config().sliding_window) {
+    fail(ErrorCode::kUnsupported,
+         "engine options: max_seq_len {} is beyond the model's sliding window of {}, which this "
+         "release does not compute; choose at most {}",
+         options_.max_seq_len, *model.config().sliding_window, *model.config().sliding_window);
+  }
+
+  tables_ = model.tables(options_.max_seq_len);
+  cache_layout_ = CacheLayout(tables_.caches, cache_options(options_));
+  const std::vector<StepShape> shapes = step_shapes(options_);
+  state_ = StepStateLayout(step_limits(options_, shapes));
+  const PlanTables plan_tables{tables_.weights, tables_.caches, cache_layout_.shape()};
+  for (const StepShape& shape : shapes) {
+    plans_.push_back(model.record(tables_, shape));
+    backend.check(plans_.back(), plan_tables);
+    workspace_bytes_ = std::max(workspace_bytes_, plan_workspace(plans_.back()).bytes);
+    scratch_bytes_ = std::max(scratch_bytes_, backend.scratch_bytes(plans_.back(), plan_tables));
+  }
+  weights_ = std::make_unique<WeightStore>(tables_.weights, layout, weight_arena_);
+  cache_ = std::make_unique<StaticCache>(cache_layout_, cache_arena_);
+
+  memory_.backend = backend.name();
+  memory_.max_seq_len = options_.max_seq_len;
+  memory_.slots = options_.slots;
+  memory_.weights = weight_arena_.size();
+  memory_.mapped = weights_->mapped_bytes();
+  memory_.cache_per_slot = cache_layout_.bytes_per_slot();
+  memory_.cache = cache_arena_.size();
+  memory_.state = state_.bytes();
+  memory_.workspace = workspace_bytes_ + scratch_bytes_;
+  memory_.total = memory_.weights + memory_.cache + memory_.state + memory_.workspace;
+  memory_.available = available;
+}
+
+}  // namespace pianola

@@ -1,0 +1,140 @@
+// Loading: from a model and options to sealed memory and compiled Programs. Nothing here runs
+// again.
+#include <algorithm>
+
+#include "base/check.h"
+#include "engine/engine_impl.h"
+#include "plan/plan_text.h"
+
+namespace pianola {
+namespace {
+
+BackendOptions backend_options(const EngineOptions& options) {
+  return {.threads = options.threads, .isa = options.isa};
+}
+
+const LmHeadOp* find_head(const Plan& plan) {
+  for (const Op& op : plan.ops) {
+    if (const auto* head = std::get_if<LmHeadOp>(&op)) return head;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Engine::Impl::Impl(std::shared_ptr<const CausalModel> model_in, const EngineOptions& options)
+    : model(std::move(model_in)),
+      backend(make_backend(options.backend, backend_options(options))),
+      layout(*model, options, *backend) {
+  if (!layout.memory().fits()) {
+    fail(ErrorCode::kOutOfMemory,
+         "the model does not fit; use a shorter max_seq_len, fewer slots or a smaller model\n{}",
+         layout.memory().to_string());
+  }
+  allocate();
+  bind();
+}
+
+void Engine::Impl::allocate() {
+  weight_memory = backend->allocate(layout.weight_arena().size());
+  cache_memory = backend->allocate(layout.cache_arena().size());
+  state_memory = backend->allocate(layout.state().bytes());
+  work_memory = backend->allocate(layout.workspace_bytes() + layout.scratch_bytes());
+  layout.weight_arena().seal(weight_memory->data());
+  layout.cache_arena().seal(cache_memory->data());
+  state = layout.state().bind(state_memory->data());
+
+  const auto& on_progress = layout.options().on_progress;
+  layout.weights().load(
+      model->checkpoint(),
+      [this](const WeightDecl& decl, const WeightLayout& weight, const std::byte* source,
+             std::byte* destination) { backend->repack(decl, weight, source, destination); },
+      [&on_progress](std::uint64_t done, std::uint64_t total, std::string_view tensor) {
+        if (on_progress) on_progress({done, total, tensor});
+      });
+}
+
+void Engine::Impl::bind() {
+  const EngineOptions& options = layout.options();
+  for (int layer = 0; layer < static_cast<int>(layout.tables().caches.size()); ++layer) {
+    caches.push_back(layout.cache().layer(layer));
+  }
+  const Binding binding{.weights = layout.weights().bound(),
+                        .caches = caches,
+                        .state = state,
+                        .workspace = work_memory->data(),
+                        .scratch = work_memory->data() + layout.workspace_bytes(),
+                        .scratch_bytes = layout.scratch_bytes()};
+  programs = std::make_unique<ProgramCache>(layout.plans(), *backend, binding);
+
+  StepLimits limits{.rows = options.slots, .max_seq_len = options.max_seq_len};
+  for (const Plan& plan : layout.plans()) {
+    limits.tokens = std::max(limits.tokens, plan.shape.tokens);
+    limits.lanes = std::max(limits.lanes, plan.shape.lanes);
+    limits.logit_rows = std::max(limits.logit_rows, plan.shape.logit_rows);
+    if (plan.shape.variant == StepVariant::kSample) {
+      step_tokens = std::max(step_tokens, plan.shape.tokens);
+    }
+    if (plan.shape.variant == StepVariant::kLogits) {
+      logits.resize(static_cast<std::size_t>(plan.shape.logit_rows) *
+                    static_cast<std::size_t>(model->config().vocab_size));
+    }
+  }
+  tables = std::make_unique<StepTables>(limits);
+  rows = std::make_unique<RowTable>(state, options.slots, options.max_seq_len,
+                                    static_cast<int>(model->config().vocab_size), *backend);
+  lanes.reserve(static_cast<std::size_t>(limits.lanes));
+  events.reserve(static_cast<std::size_t>(state.ring_capacity));
+  counters.plans = layout.plans().size();
+}
+
+const float* Engine::Impl::device_logits() const {
+  for (const Plan& plan : layout.plans()) {
+    const LmHeadOp* head = find_head(plan);
+    if (!head || plan.shape.variant != StepVariant::kLogits) continue;
+    const std::size_t offset =
+        plan_workspace(plan).offsets[static_cast<std::size_t>(head->logits.index)];
+    return reinterpret_cast<const float*>(work_memory->data() + offset);
+  }
+  return nullptr;
+}
+
+Engine::Engine(std::shared_ptr<const CausalModel> model, const EngineOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(model), options)) {}
+Engine::~Engine() = default;
+Engine::Engine(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&&) noexcept = default;
+
+MemoryPlan Engine::plan(const CausalModel& model, const EngineOptions& options) {
+  const auto backend = make_backend(options.backend, backend_options(options));
+  return EngineLayout(model, options, *backend).memory();
+}
+
+std::string Engine::plan_text(const CausalModel& model, const EngineOptions& options,
+                              std::string_view shape_filter) {
+  const auto backend = make_backend(options.backend, backend_options(options));
+  const EngineLayout layout(model, options, *backend);
+  std::string text;
+  for (const Plan& plan : layout.plans()) {
+    if (to_string(plan.shape).find(shape_filter) == std::string::npos) continue;
+    text += pianola::plan_text(plan, layout.tables().weights, layout.tables().caches);
+  }
+  return text;
+}
+
+const MemoryPlan& Engine::memory() const { return impl_->layout.memory(); }
+const CausalModel& Engine::model() const { return *impl_->model; }
+int Engine::max_seq_len() const { return impl_->layout.options().max_seq_len; }
+int Engine::slots() const { return impl_->layout.options().slots; }
+int Engine::chunk() const { return impl_->layout.options().chunk; }
+int Engine::vocab_size() const { return static_cast<int>(impl_->model->config().vocab_size); }
+std::string Engine::backend_description() const { return impl_->backend->description(); }
+bool Engine::healthy() const { return impl_->healthy; }
+
+EngineCounters Engine::counters() const {
+  EngineCounters counters = impl_->counters;
+  counters.address_hash = impl_->programs->address_certificate();
+  return counters;
+}
+
+}  // namespace pianola

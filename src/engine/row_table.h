@@ -1,0 +1,56 @@
+// The host's side of the rows: what the engine knows of each sequence, mirrored to StepState when
+// it changes. The mirror is exact whenever a step's results have been read back.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "backends/backend.h"
+#include "pianola/engine.h"
+#include "plan/step_state.h"
+
+namespace pianola {
+
+class RowTable {
+ public:
+  RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size, Backend& backend);
+
+  int open(const RowOptions& options);  // -1 when every row is taken
+  void close(int row);
+  void configure(int row, const RowOptions& options);
+  void append(int row, std::span<const TokenId> tokens);
+  void keep_first(int row, int n);
+
+  struct Row {
+    bool open = false;
+    int length = 0;  // tokens in the caches
+    int max_length = 0;
+    RowStatus status = RowStatus::kIdle;
+    std::vector<TokenId> history;  // capacity max_seq_len + 1: never grows
+
+    int pending() const { return static_cast<int>(history.size()) - length; }
+    bool running() const { return status == RowStatus::kRunning; }
+  };
+
+  const Row& row(int index) const;  // InvalidArgument when it is not an open row
+  std::span<const Row> rows() const { return rows_; }
+
+  // Mirror what a step did: tokens computed, and a token it produced.
+  void computed(int row, int tokens) { rows_[static_cast<std::size_t>(row)].length += tokens; }
+  void apply(const TokenEvent& event);
+  // The row goes idle: all of its tokens are computed and none was to be sampled.
+  void set_idle(int row);
+
+ private:
+  Row& at(int index);
+  void write_header(int index, const RowOptions* options);
+
+  std::vector<Row> rows_;
+  std::vector<RowState> images_;  // what the device holds of each row
+  StepState state_;
+  Backend* backend_;
+  int max_seq_len_;
+  int vocab_size_;
+};
+
+}  // namespace pianola

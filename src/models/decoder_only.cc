@@ -1,0 +1,205 @@
+#include "models/decoder_only.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "base/check.h"
+#include "models/rope.h"
+#include "models/tensor_names.h"
+#include "plan/recorder.h"
+
+namespace pianola {
+namespace {
+
+// Fills the weight table from a checkpoint's tensors.
+class TableBuilder {
+ public:
+  TableBuilder(const Checkpoint& checkpoint, ModelTables& tables)
+      : checkpoint_(checkpoint), tables_(tables) {}
+
+  void set_layer(std::int64_t layer) { layer_ = layer; }
+
+  WeightId matrix(Part part, std::int64_t rows, std::int64_t cols,
+                  WeightRole role = WeightRole::kLinear) {
+    return add(part, Shape{rows, cols}, role);
+  }
+  WeightId vector(Part part, std::int64_t size) {
+    return add(part, Shape{size}, WeightRole::kVector);
+  }
+  WeightId vector_if(bool present, Part part, std::int64_t size) {
+    return present ? vector(part, size) : WeightId{};
+  }
+  WeightId constant(std::string name, std::vector<float> values) {
+    WeightDecl decl{.name = std::move(name), .role = WeightRole::kVector};
+    decl.cols = static_cast<std::int64_t>(values.size());
+    decl.constant = std::move(values);
+    return push(std::move(decl));
+  }
+  // The head of a model with tied embeddings: the same tensor in its second role.
+  WeightId tied_head(std::int64_t rows, std::int64_t cols) {
+    const WeightId id = matrix(Part::kEmbedding, rows, cols);
+    tables_.weights.back().name = weight_name(Part::kHead);
+    return id;
+  }
+
+ private:
+  WeightId add(Part part, const Shape& shape, WeightRole role) {
+    const TensorInfo& tensor = checkpoint_.get(tensor_name(checkpoint_.format(), part, layer_));
+    if (tensor.shape != shape) {
+      fail(ErrorCode::kInvalidModel, "{}: tensor '{}': expected shape {}, found {}",
+           checkpoint_.paths()[tensor.file].filename().string(), tensor.name, shape.to_string(),
+           tensor.shape.to_string());
+    }
+    const DTypeInfo& type = dtype_info(tensor.dtype);
+    if (tensor.dtype == DType::kI32 || tensor.dtype == DType::kI64 ||
+        shape.dim(-1) % type.elements != 0) {
+      fail(ErrorCode::kUnsupported, "tensor '{}': element type {} with {} columns", tensor.name,
+           type.name, shape.dim(-1));
+    }
+    WeightDecl decl{.name = weight_name(part, layer_), .source = tensor.name, .role = role};
+    decl.dtype = tensor.dtype;
+    decl.rows = shape.rank() == 2 ? shape.dim(0) : 1;
+    decl.cols = shape.dim(-1);
+    return push(std::move(decl));
+  }
+  WeightId push(WeightDecl decl) {
+    tables_.weights.push_back(std::move(decl));
+    return {static_cast<std::int32_t>(tables_.weights.size()) - 1};
+  }
+
+  const Checkpoint& checkpoint_;
+  ModelTables& tables_;
+  std::int64_t layer_ = 0;
+};
+
+LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c) {
+  const std::int64_t width = c.hidden_size;
+  const std::int64_t q_width = c.num_attention_heads * c.head_dim;
+  const std::int64_t kv_width = c.num_key_value_heads * c.head_dim;
+  LayerWeights w;
+  w.attention_norm = table.vector(Part::kAttentionNorm, width);
+  w.q = table.matrix(Part::kQ, q_width, width);
+  w.k = table.matrix(Part::kK, kv_width, width);
+  w.v = table.matrix(Part::kV, kv_width, width);
+  w.q_bias = table.vector_if(c.qkv_bias, Part::kQBias, q_width);
+  w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
+  w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
+  w.q_norm = table.vector_if(c.qk_norm, Part::kQNorm, c.head_dim);
+  w.k_norm = table.vector_if(c.qk_norm, Part::kKNorm, c.head_dim);
+  w.o = table.matrix(Part::kO, width, q_width);
+  w.o_bias = table.vector_if(c.output_bias, Part::kOBias, width);
+  w.mlp_norm = table.vector(Part::kMlpNorm, width);
+  w.gate = table.matrix(Part::kGate, c.intermediate_size, width);
+  w.up = table.matrix(Part::kUp, c.intermediate_size, width);
+  w.down = table.matrix(Part::kDown, width, c.intermediate_size);
+  w.gate_bias = table.vector_if(c.mlp_bias, Part::kGateBias, c.intermediate_size);
+  w.up_bias = table.vector_if(c.mlp_bias, Part::kUpBias, c.intermediate_size);
+  w.down_bias = table.vector_if(c.mlp_bias, Part::kDownBias, width);
+  return w;
+}
+
+std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const ModelConfig& config,
+                                       int max_seq_len) {
+  std::vector<float> frequencies =
+      rope_inverse_frequencies(config.rope, config.head_dim, max_seq_len);
+  if (config.has_rope_factors_tensor) {
+    const TensorInfo& tensor = checkpoint.get(tensor_name(checkpoint.format(), Part::kRopeFactors));
+    if (tensor.dtype != DType::kF32) {
+      fail(ErrorCode::kInvalidModel, "tensor '{}': expected f32, found {}", tensor.name,
+           dtype_name(tensor.dtype));
+    }
+    std::vector<float> factors(static_cast<std::size_t>(tensor.shape.elements()));
+    std::memcpy(factors.data(), checkpoint.view(tensor).data, factors.size() * sizeof(float));
+    apply_rope_factors(frequencies, factors);
+  }
+  return frequencies;
+}
+
+}  // namespace
+
+ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& config,
+                           int max_seq_len) {
+  ModelTables tables;
+  TableBuilder table(checkpoint, tables);
+  tables.embedding =
+      table.matrix(Part::kEmbedding, config.vocab_size, config.hidden_size, WeightRole::kEmbedding);
+  tables.inverse_frequencies = table.constant("rope.inverse_frequencies",
+                                              inverse_frequencies(checkpoint, config, max_seq_len));
+  tables.attention_factor = rope_attention_scale(config.rope);
+  const FullAttentionSpec cache{static_cast<int>(config.num_key_value_heads),
+                                static_cast<int>(config.head_dim),
+                                static_cast<int>(config.head_dim)};
+  for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+    table.set_layer(layer);
+    tables.layers.push_back(declare_layer(table, config));
+    tables.caches.push_back(cache);
+  }
+  tables.final_norm = table.vector(Part::kFinalNorm, config.hidden_size);
+  tables.head = config.tie_word_embeddings
+                    ? table.tied_head(config.vocab_size, config.hidden_size)
+                    : table.matrix(Part::kHead, config.vocab_size, config.hidden_size);
+  return tables;
+}
+
+Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const StepShape& shape) {
+  Recorder r(tables.weights, tables.caches, shape);
+  const auto eps = static_cast<float>(config.rms_norm_eps);
+  const auto heads = static_cast<std::int32_t>(config.num_attention_heads);
+  const std::int64_t q_width = config.num_attention_heads * config.head_dim;
+  const Rope rope{tables.inverse_frequencies, config.rope_style, tables.attention_factor};
+  const auto head_norm = [eps](WeightId weight) {
+    return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
+  };
+
+  const BufferId x = r.buffer("x", Extent::kTokens, config.hidden_size);
+  const BufferId q = r.buffer("q", Extent::kTokens, q_width);
+  const BufferId attended = r.buffer("attended", Extent::kTokens, q_width);
+
+  r.record(EmbedOp{.table = tables.embedding, .out = x});
+  for (std::int32_t layer = 0; layer < static_cast<std::int32_t>(tables.layers.size()); ++layer) {
+    const LayerWeights& w = tables.layers[static_cast<std::size_t>(layer)];
+    r.record(QkvOp{.in = x,
+                   .norm = {w.attention_norm, eps},
+                   .q = w.q,
+                   .k = w.k,
+                   .v = w.v,
+                   .q_bias = w.q_bias,
+                   .k_bias = w.k_bias,
+                   .v_bias = w.v_bias,
+                   .q_norm = head_norm(w.q_norm),
+                   .k_norm = head_norm(w.k_norm),
+                   .rope = rope,
+                   .cache = {layer},
+                   .q_out = q});
+    r.record(AttentionOp{.q = q,
+                         .cache = {layer},
+                         .heads = heads,
+                         .scale = 1.0F / std::sqrt(static_cast<float>(config.head_dim)),
+                         .out = attended});
+    r.record(LinearOp{.in = attended, .weight = w.o, .bias = w.o_bias, .residual = x, .out = x});
+    r.record(GatedMlpOp{.in = x,
+                        .norm = {w.mlp_norm, eps},
+                        .gate = w.gate,
+                        .up = w.up,
+                        .down = w.down,
+                        .gate_bias = w.gate_bias,
+                        .up_bias = w.up_bias,
+                        .down_bias = w.down_bias,
+                        .activation = config.hidden_act,
+                        .residual = x,
+                        .out = x});
+  }
+
+  const RmsNorm final_norm{tables.final_norm, eps};
+  if (shape.variant == StepVariant::kScore) {
+    r.record(ScoreOp{.in = x, .norm = final_norm, .weight = tables.head});
+  } else {
+    const BufferId logits = r.buffer("logits", Extent::kLogitRows, config.vocab_size);
+    r.record(LmHeadOp{.in = x, .norm = final_norm, .weight = tables.head, .logits = logits});
+    if (shape.variant == StepVariant::kSample) r.record(SampleOp{.logits = logits});
+  }
+  r.record(AdvanceOp{});
+  return r.finish();
+}
+
+}  // namespace pianola

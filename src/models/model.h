@@ -1,0 +1,58 @@
+// A causal language model as pianola runs it: its configuration, what it wants loaded, the caches
+// its layers need, and record(), which writes one step into a Plan. Knows no backend and no
+// tokenizer.
+//
+//   auto model = CausalModel::open("model.gguf");
+//   const ModelTables tables = model->tables(8192);       // weights and layer caches
+//   Plan plan = model->record(tables, {.tokens = 1});
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "cache/layer_cache.h"
+#include "models/model_config.h"
+#include "plan/plan.h"
+#include "weights/checkpoint.h"
+
+namespace pianola {
+
+struct LayerWeights {
+  WeightId attention_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, o_bias;
+  WeightId mlp_norm, gate, up, down, gate_bias, up_bias, down_bias;
+};
+
+// The weight table and where in it each part of a decoder lies.
+struct ModelTables {
+  std::vector<WeightDecl> weights;
+  std::vector<FullAttentionSpec> caches;
+  WeightId embedding, final_norm, head, inverse_frequencies;
+  std::vector<LayerWeights> layers;
+  float attention_factor = 1;
+};
+
+class CausalModel {
+ public:
+  // Opens a GGUF file or a Hugging Face folder, checks its configuration and that every tensor the
+  // model needs is there with its shape, and none that it would not use. Reads no weights.
+  static std::shared_ptr<const CausalModel> open(const std::filesystem::path& path);
+  explicit CausalModel(std::unique_ptr<const Checkpoint> checkpoint);
+
+  const ModelConfig& config() const { return config_; }
+  const Checkpoint& checkpoint() const { return *checkpoint_; }
+  std::int64_t parameter_count() const;
+  // "q4_1", or "q4_1 + q8_0": the types of the matrices, most bytes first.
+  std::string weight_types() const;
+
+  // Constants such as rope frequencies may depend on `max_seq_len`.
+  ModelTables tables(int max_seq_len) const;
+  Plan record(const ModelTables& tables, const StepShape& shape) const;
+
+ private:
+  std::unique_ptr<const Checkpoint> checkpoint_;
+  ModelConfig config_;
+};
+
+}  // namespace pianola

@@ -1,0 +1,67 @@
+#include "models/tensor_names.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <string_view>
+
+namespace pianola {
+namespace {
+
+struct Names {
+  bool in_layer;
+  std::string_view own;
+  std::string_view gguf;
+  std::string_view hugging_face;
+};
+
+// In the order of Part.
+constexpr std::array<Names, 22> kNames = {{
+    {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
+    {false, "norm", "output_norm.weight", "model.norm.weight"},
+    {false, "lm_head", "output.weight", "lm_head.weight"},
+    {false, "rope_factors", "rope_freqs.weight", ""},
+    {true, "input_norm", "attn_norm.weight", "input_layernorm.weight"},
+    {true, "q_proj", "attn_q.weight", "self_attn.q_proj.weight"},
+    {true, "k_proj", "attn_k.weight", "self_attn.k_proj.weight"},
+    {true, "v_proj", "attn_v.weight", "self_attn.v_proj.weight"},
+    {true, "o_proj", "attn_output.weight", "self_attn.o_proj.weight"},
+    {true, "q_bias", "attn_q.bias", "self_attn.q_proj.bias"},
+    {true, "k_bias", "attn_k.bias", "self_attn.k_proj.bias"},
+    {true, "v_bias", "attn_v.bias", "self_attn.v_proj.bias"},
+    {true, "o_bias", "attn_output.bias", "self_attn.o_proj.bias"},
+    {true, "q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight"},
+    {true, "k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight"},
+    {true, "mlp_norm", "ffn_norm.weight", "post_attention_layernorm.weight"},
+    {true, "gate_proj", "ffn_gate.weight", "mlp.gate_proj.weight"},
+    {true, "up_proj", "ffn_up.weight", "mlp.up_proj.weight"},
+    {true, "down_proj", "ffn_down.weight", "mlp.down_proj.weight"},
+    {true, "gate_bias", "ffn_gate.bias", "mlp.gate_proj.bias"},
+    {true, "up_bias", "ffn_up.bias", "mlp.up_proj.bias"},
+    {true, "down_bias", "ffn_down.bias", "mlp.down_proj.bias"},
+}};
+
+const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
+
+}  // namespace
+
+std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer) {
+  const Names& names = names_of(part);
+  if (format == Checkpoint::Format::kGguf) {
+    return names.in_layer ? fmt::format("blk.{}.{}", layer, names.gguf) : std::string(names.gguf);
+  }
+  return names.in_layer ? fmt::format("model.layers.{}.{}", layer, names.hugging_face)
+                        : std::string(names.hugging_face);
+}
+
+std::string weight_name(Part part, std::int64_t layer) {
+  const Names& names = names_of(part);
+  return names.in_layer ? fmt::format("layers.{}.{}", layer, names.own) : std::string(names.own);
+}
+
+bool is_ignored_tensor(std::string_view name) {
+  constexpr std::string_view kRotaryBuffer = ".rotary_emb.inv_freq";
+  return name.ends_with(kRotaryBuffer);
+}
+
+}  // namespace pianola

@@ -1,0 +1,46 @@
+// Names of a decoder's tensors in checkpoints: the only place that knows them.
+//
+//   tensor_name(Checkpoint::Format::kGguf, Part::kQ, 3);            // "blk.3.attn_q.weight"
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "weights/checkpoint.h"
+
+namespace pianola {
+
+enum class Part : std::uint8_t {
+  kEmbedding,
+  kFinalNorm,
+  kHead,
+  kRopeFactors,
+  kAttentionNorm,
+  kQ,
+  kK,
+  kV,
+  kO,
+  kQBias,
+  kKBias,
+  kVBias,
+  kOBias,
+  kQNorm,
+  kKNorm,
+  kMlpNorm,
+  kGate,
+  kUp,
+  kDown,
+  kGateBias,
+  kUpBias,
+  kDownBias,
+};
+
+// The name in a checkpoint; `layer` is not used by parts outside the layers.
+std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer = 0);
+// pianola's own name: "embed_tokens", "layers.3.q_proj".
+std::string weight_name(Part part, std::int64_t layer = 0);
+
+// Tensors that some files carry and no decoder here needs: derived buffers.
+bool is_ignored_tensor(std::string_view name);
+
+}  // namespace pianola

@@ -1,0 +1,140 @@
+// The op set: what a model records and what every backend executes.
+//
+// An op says what must be true after it; a backend chooses one kernel or three. Ops hold ids and
+// shapes, never positions, lengths or seeds: those are in StepState. Tokens are flat: a buffer of
+// extent kTokens is [T, width], whatever rows the T tokens belong to, and the tables of the step
+// say which token is whose. A token whose position is -1 is masked: it stores nothing and reads
+// nothing.
+//
+// Notation below: T tokens, R logit rows, x[t] one row of a buffer, W a weight [rows, cols] with
+// y = W x, norm(x) = x / sqrt(mean(x²) + eps) * weight.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <variant>
+
+namespace pianola {
+
+template <typename Tag>
+struct Id {
+  std::int32_t index = -1;
+  bool valid() const { return index >= 0; }
+  bool operator==(const Id&) const = default;
+};
+using WeightId = Id<struct WeightTag>;  // into the model's weight table
+using BufferId = Id<struct BufferTag>;  // into the Plan's workspace buffers
+using CacheId = Id<struct CacheTag>;    // layer cache
+
+struct RmsNorm {
+  WeightId weight;  // [width]
+  float eps = 0;
+};
+
+enum class RopeStyle : std::uint8_t {
+  kHalf,         // pairs (i, i + dim/2), as Hugging Face and most GGUF files
+  kInterleaved,  // pairs (2i, 2i + 1), as GGUF files of the llama family
+};
+
+struct Rope {
+  WeightId inverse_frequencies;  // [dim / 2] constant
+  RopeStyle style = RopeStyle::kHalf;
+  float attention_factor = 1;  // cos and sin are multiplied by it (YaRN)
+};
+
+enum class Activation : std::uint8_t { kSilu };
+
+// out[t] = table[token[t]]; 0 for a masked token.
+struct EmbedOp {
+  WeightId table;  // [vocab, width]
+  BufferId out;    // [T, width]
+};
+
+// out[t] = norm(in[t])
+struct NormOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  BufferId out;  // [T, width]
+};
+
+// out[t] = W in[t] + bias + residual[t]. `out` may be `residual`.
+struct LinearOp {
+  BufferId in;        // [T, cols]
+  WeightId weight;    // [rows, cols]
+  WeightId bias;      // [rows], optional
+  BufferId residual;  // [T, rows], optional
+  BufferId out;       // [T, rows]
+};
+
+// With n = norm(in[t]): q = Wq n + bq, k = Wk n + bk, v = Wv n + bv; an RMS norm over each head of
+// q and k when asked; rope at position[t] on q and k; q_out[t] = q; k and v are stored in the layer
+// cache of the token's row at position[t].
+struct QkvOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  WeightId q, k, v;                       // [heads * head_dim, width], [kv_heads * head_dim, width]
+  WeightId q_bias, k_bias, v_bias;        // optional
+  std::optional<RmsNorm> q_norm, k_norm;  // weight [head_dim]
+  Rope rope;
+  CacheId cache;
+  BufferId q_out;  // [T, heads * head_dim]
+};
+
+// out[t, h] = softmax(scale * q[t, h] · K) V over positions 0..position[t] of the token's row; kv
+// head of head h is h / (heads / kv_heads). 0 for a masked token.
+struct AttentionOp {
+  BufferId q;  // [T, heads * key_dim]
+  CacheId cache;
+  std::int32_t heads = 0;
+  float scale = 0;
+  BufferId out;  // [T, heads * value_dim]
+};
+
+// With n = norm(in[t]): out[t] = Wdown (act(Wgate n) * Wup n) + residual[t]. `out` may be
+// `residual`.
+struct GatedMlpOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  WeightId gate, up;                       // [ff, width]
+  WeightId down;                           // [width, ff]
+  WeightId gate_bias, up_bias, down_bias;  // optional
+  Activation activation = Activation::kSilu;
+  BufferId residual;  // [T, width]
+  BufferId out;       // [T, width]
+};
+
+// logits[r] = W norm(in[logit_token[r]])
+struct LmHeadOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  WeightId weight;  // [vocab, width]
+  BufferId logits;  // [R, vocab]
+};
+
+// logprob[r] = log softmax(W norm(in[logit_token[r]]))[target[r]], without storing [R, vocab].
+struct ScoreOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  WeightId weight;  // [vocab, width]
+};
+
+// sampled[r] = a token drawn from logits[r] by the sampling state of its row, or -1 when a logit is
+// NaN or +inf or no candidate is left; logprob[r] = its log-probability before any adjustment, when
+// the row wants it.
+struct SampleOp {
+  BufferId logits;  // [R, vocab]
+};
+
+// Ends a round. The length of every lane's row grows by the lane's tokens. For a lane with a
+// sampled token: the token joins the row's history, an event is published, and the row stops at a
+// stop token or at its limit; -1 fails the row. With counts->feed, the token and position of the
+// lane's next round are written, or position -1 when the row has stopped.
+struct AdvanceOp {};
+
+using Op = std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, GatedMlpOp, LmHeadOp,
+                        ScoreOp, SampleOp, AdvanceOp>;
+
+// "embed", "qkv", ...
+const char* op_name(const Op& op);
+
+}  // namespace pianola

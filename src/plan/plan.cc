@@ -1,0 +1,41 @@
+#include "plan/plan.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+namespace pianola {
+
+const char* op_name(const Op& op) {
+  static constexpr std::array<const char*, std::variant_size_v<Op>> kNames = {
+      "embed",     "norm",    "linear", "qkv",    "attention",
+      "gated_mlp", "lm_head", "score",  "sample", "advance"};
+  return kNames[op.index()];
+}
+
+const char* step_variant_name(StepVariant variant) {
+  switch (variant) {
+    case StepVariant::kSample:
+      return "sample";
+    case StepVariant::kScore:
+      return "score";
+    case StepVariant::kLogits:
+      return "logits";
+  }
+  return "?";
+}
+
+std::string to_string(const StepShape& shape) {
+  return fmt::format("tokens={} lanes={} logit_rows={} {}", shape.tokens, shape.lanes,
+                     shape.logit_rows, step_variant_name(shape.variant));
+}
+
+std::int64_t Plan::rows(BufferId id) const {
+  return buffer(id).extent == Extent::kTokens ? shape.tokens : shape.logit_rows;
+}
+
+std::size_t Plan::bytes(BufferId id) const {
+  return static_cast<std::size_t>(rows(id) * buffer(id).width) * sizeof(float);
+}
+
+}  // namespace pianola

@@ -1,0 +1,101 @@
+#include "plan/plan_text.h"
+
+#include <fmt/format.h>
+
+#include <iterator>
+
+#include "plan/workspace.h"
+
+namespace pianola {
+namespace {
+
+// Prints each op as "name out <- inputs  weights  options".
+class Printer {
+ public:
+  Printer(const Plan& plan, std::span<const WeightDecl> weights,
+          std::span<const FullAttentionSpec> caches)
+      : plan_(plan), weights_(weights), caches_(caches) {}
+
+  std::string operator()(const EmbedOp& o) const {
+    return fmt::format("embed      {} <- token  table={}", b(o.out), w(o.table));
+  }
+  std::string operator()(const NormOp& o) const {
+    return fmt::format("norm       {} <- {}  {}", b(o.out), b(o.in), norm("norm", o.norm));
+  }
+  std::string operator()(const LinearOp& o) const {
+    return fmt::format("linear     {} <- {}{}  weight={}{}", b(o.out), b(o.in),
+                       o.residual.valid() ? fmt::format(" + {}", b(o.residual)) : "", w(o.weight),
+                       optional("bias", o.bias));
+  }
+  std::string operator()(const QkvOp& o) const {
+    std::string text =
+        fmt::format("qkv        {}, cache.{} <- {}  {} q={} k={} v={}", b(o.q_out), o.cache.index,
+                    b(o.in), norm("norm", o.norm), w(o.q), w(o.k), w(o.v));
+    text +=
+        optional("q_bias", o.q_bias) + optional("k_bias", o.k_bias) + optional("v_bias", o.v_bias);
+    if (o.q_norm) text += norm(" q_norm", *o.q_norm);
+    if (o.k_norm) text += norm(" k_norm", *o.k_norm);
+    text += fmt::format(" rope={}({})", o.rope.style == RopeStyle::kHalf ? "half" : "interleaved",
+                        w(o.rope.inverse_frequencies));
+    if (o.rope.attention_factor != 1) text += fmt::format("*{:g}", o.rope.attention_factor);
+    return text;
+  }
+  std::string operator()(const AttentionOp& o) const {
+    const FullAttentionSpec& kv = caches_[static_cast<std::size_t>(o.cache.index)];
+    return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}", b(o.out),
+                       b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale);
+  }
+  std::string operator()(const GatedMlpOp& o) const {
+    return fmt::format("gated_mlp  {} <- {} + {}  {} gate={} up={} down={} act=silu{}{}{}",
+                       b(o.out), b(o.in), b(o.residual), norm("norm", o.norm), w(o.gate), w(o.up),
+                       w(o.down), optional("gate_bias", o.gate_bias),
+                       optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
+  }
+  std::string operator()(const LmHeadOp& o) const {
+    return fmt::format("lm_head    {} <- {}[logit_token]  {} weight={}", b(o.logits), b(o.in),
+                       norm("norm", o.norm), w(o.weight));
+  }
+  std::string operator()(const ScoreOp& o) const {
+    return fmt::format("score      logprob <- {}[logit_token], target  {} weight={}", b(o.in),
+                       norm("norm", o.norm), w(o.weight));
+  }
+  std::string operator()(const SampleOp& o) const {
+    return fmt::format("sample     sampled, logprob <- {}, rows", b(o.logits));
+  }
+  std::string operator()(const AdvanceOp&) const { return "advance    rows, ring <- sampled"; }
+
+ private:
+  std::string b(BufferId id) const { return fmt::format("%{}", plan_.buffer(id).name); }
+  std::string w(WeightId id) const { return weights_[static_cast<std::size_t>(id.index)].name; }
+  std::string optional(const char* name, WeightId id) const {
+    return id.valid() ? fmt::format(" {}={}", name, w(id)) : "";
+  }
+  std::string norm(const char* name, const RmsNorm& n) const {
+    return fmt::format("{}={} eps={:g}", name, w(n.weight), n.eps);
+  }
+
+  const Plan& plan_;
+  std::span<const WeightDecl> weights_;
+  std::span<const FullAttentionSpec> caches_;
+};
+
+}  // namespace
+
+std::string plan_text(const Plan& plan, std::span<const WeightDecl> weights,
+                      std::span<const FullAttentionSpec> caches) {
+  std::string text = fmt::format("plan {}\n", to_string(plan.shape));
+  const WorkspacePlan workspace = plan_workspace(plan);
+  for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
+    const BufferDecl& buffer = plan.buffers[i];
+    fmt::format_to(std::back_inserter(text), "  %{:<10} [{}, {}] f32 at {}\n", buffer.name,
+                   buffer.extent == Extent::kTokens ? "tokens" : "logit_rows", buffer.width,
+                   workspace.offsets[i]);
+  }
+  const Printer printer(plan, weights, caches);
+  for (std::size_t i = 0; i < plan.ops.size(); ++i) {
+    fmt::format_to(std::back_inserter(text), "{:4} {}\n", i, std::visit(printer, plan.ops[i]));
+  }
+  return text;
+}
+
+}  // namespace pianola

@@ -1,0 +1,157 @@
+#include "plan/recorder.h"
+
+#include <utility>
+
+#include "base/check.h"
+
+namespace pianola {
+
+Recorder::Recorder(std::span<const WeightDecl> weights, std::span<const FullAttentionSpec> caches,
+                   const StepShape& shape)
+    : weights_(weights), caches_(caches) {
+  PIANOLA_CHECK(shape.tokens >= 1 && shape.lanes >= 1 && shape.lanes <= shape.tokens &&
+                    shape.logit_rows >= 1 && shape.logit_rows <= shape.tokens,
+                "impossible step shape {}", to_string(shape));
+  plan_.shape = shape;
+}
+
+BufferId Recorder::buffer(std::string name, Extent extent, std::int64_t width) {
+  PIANOLA_CHECK(width > 0, "buffer {} has width {}", name, width);
+  plan_.buffers.push_back({std::move(name), extent, width});
+  return {static_cast<std::int32_t>(plan_.buffers.size()) - 1};
+}
+
+void Recorder::record(const Op& op) {
+  current_ = op_name(op);
+  std::visit([this](const auto& o) { check(o); }, op);
+  plan_.ops.push_back(op);
+}
+
+Plan Recorder::finish() {
+  PIANOLA_CHECK(!plan_.ops.empty() && std::holds_alternative<AdvanceOp>(plan_.ops.back()),
+                "a Plan ends with advance");
+  return std::exchange(plan_, {});
+}
+
+const WeightDecl& Recorder::weight(WeightId id) const {
+  expect(id.valid() && static_cast<std::size_t>(id.index) < weights_.size(), "a known weight");
+  return weights_[static_cast<std::size_t>(id.index)];
+}
+
+const FullAttentionSpec& Recorder::cache(CacheId id) const {
+  expect(id.valid() && static_cast<std::size_t>(id.index) < caches_.size(), "a known layer cache");
+  return caches_[static_cast<std::size_t>(id.index)];
+}
+
+std::int64_t Recorder::width(BufferId id, Extent extent) const {
+  expect(id.valid() && static_cast<std::size_t>(id.index) < plan_.buffers.size(),
+         "a buffer of this plan");
+  expect(plan_.buffer(id).extent == extent, "a buffer of the right extent");
+  return plan_.buffer(id).width;
+}
+
+void Recorder::expect(bool condition, const char* rule) const {
+  PIANOLA_CHECK(condition, "recording op {} ({}): expected {}", plan_.ops.size(), current_, rule);
+}
+
+void Recorder::expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const {
+  const WeightDecl& w = weight(id);
+  expect(w.role != WeightRole::kVector && w.rows == rows && w.cols == cols,
+         "a matrix of the right shape");
+}
+
+void Recorder::expect_vector(WeightId id, std::int64_t size) const {
+  const WeightDecl& w = weight(id);
+  expect(w.role == WeightRole::kVector && w.cols == size, "a vector of the right size");
+}
+
+void Recorder::expect_optional_vector(WeightId id, std::int64_t size) const {
+  if (id.valid()) expect_vector(id, size);
+}
+
+void Recorder::expect_norm(const RmsNorm& norm, std::int64_t size) const {
+  expect_vector(norm.weight, size);
+  expect(norm.eps > 0, "a positive eps");
+}
+
+void Recorder::check(const EmbedOp& op) const {
+  const std::int64_t out = width(op.out, Extent::kTokens);
+  expect(weight(op.table).role == WeightRole::kEmbedding && weight(op.table).cols == out,
+         "an embedding table as wide as its output");
+}
+
+void Recorder::check(const NormOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect(width(op.out, Extent::kTokens) == in, "equal widths");
+}
+
+void Recorder::check(const LinearOp& op) const {
+  const std::int64_t out = width(op.out, Extent::kTokens);
+  expect_matrix(op.weight, out, width(op.in, Extent::kTokens));
+  expect_optional_vector(op.bias, out);
+  if (op.residual.valid()) {
+    expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
+  }
+  expect(op.in != op.out, "input and output apart");
+}
+
+void Recorder::check(const QkvOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  const FullAttentionSpec& kv = cache(op.cache);
+  const std::int64_t q = width(op.q_out, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect_matrix(op.q, q, in);
+  expect_matrix(op.k, std::int64_t{kv.kv_heads} * kv.key_dim, in);
+  expect_matrix(op.v, std::int64_t{kv.kv_heads} * kv.value_dim, in);
+  expect_optional_vector(op.q_bias, q);
+  expect_optional_vector(op.k_bias, std::int64_t{kv.kv_heads} * kv.key_dim);
+  expect_optional_vector(op.v_bias, std::int64_t{kv.kv_heads} * kv.value_dim);
+  if (op.q_norm) expect_norm(*op.q_norm, kv.key_dim);
+  if (op.k_norm) expect_norm(*op.k_norm, kv.key_dim);
+  expect(q % kv.key_dim == 0, "whole query heads");
+  expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
+  expect_vector(op.rope.inverse_frequencies, kv.key_dim / 2);
+}
+
+void Recorder::check(const AttentionOp& op) const {
+  const FullAttentionSpec& kv = cache(op.cache);
+  expect(op.heads > 0 && op.heads % kv.kv_heads == 0, "heads a multiple of kv_heads");
+  expect(width(op.q, Extent::kTokens) == std::int64_t{op.heads} * kv.key_dim,
+         "queries of all heads");
+  expect(width(op.out, Extent::kTokens) == std::int64_t{op.heads} * kv.value_dim,
+         "outputs of all heads");
+  expect(op.q != op.out, "input and output apart");
+}
+
+void Recorder::check(const GatedMlpOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  const std::int64_t ff = weight(op.gate).rows;
+  const std::int64_t out = width(op.out, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect_matrix(op.gate, ff, in);
+  expect_matrix(op.up, ff, in);
+  expect_matrix(op.down, out, ff);
+  expect_optional_vector(op.gate_bias, ff);
+  expect_optional_vector(op.up_bias, ff);
+  expect_optional_vector(op.down_bias, out);
+  expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
+}
+
+void Recorder::check(const LmHeadOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect_matrix(op.weight, width(op.logits, Extent::kLogitRows), in);
+}
+
+void Recorder::check(const ScoreOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect(weight(op.weight).cols == in, "a head as wide as its input");
+}
+
+void Recorder::check(const SampleOp& op) const { width(op.logits, Extent::kLogitRows); }
+
+void Recorder::check(const AdvanceOp&) const {}
+
+}  // namespace pianola

@@ -1,0 +1,61 @@
+// Records ops into a Plan and checks shapes as they come. Recording is pure: nothing is allocated
+// on a device, launched or read from a tensor.
+//
+//   Recorder r(weights, caches, shape);
+//   BufferId x = r.buffer("x", Extent::kTokens, 576);
+//   r.record(EmbedOp{.table = table, .out = x});
+//   Plan plan = r.finish();
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "cache/layer_cache.h"
+#include "plan/plan.h"
+
+namespace pianola {
+
+class Recorder {
+ public:
+  // `weights` and `caches` are the tables that ids point into; they outlive the recorder.
+  Recorder(std::span<const WeightDecl> weights, std::span<const FullAttentionSpec> caches,
+           const StepShape& shape);
+
+  BufferId buffer(std::string name, Extent extent, std::int64_t width);
+
+  // Throws Internal naming the op when a shape does not fit: a mistake in a model's record().
+  void record(const Op& op);
+
+  // The last op must be AdvanceOp. The recorder is empty afterwards.
+  Plan finish();
+
+  const StepShape& shape() const { return plan_.shape; }
+
+ private:
+  void check(const EmbedOp& op) const;
+  void check(const NormOp& op) const;
+  void check(const LinearOp& op) const;
+  void check(const QkvOp& op) const;
+  void check(const AttentionOp& op) const;
+  void check(const GatedMlpOp& op) const;
+  void check(const LmHeadOp& op) const;
+  void check(const ScoreOp& op) const;
+  void check(const SampleOp& op) const;
+  void check(const AdvanceOp& op) const;
+
+  const WeightDecl& weight(WeightId id) const;
+  const FullAttentionSpec& cache(CacheId id) const;
+  std::int64_t width(BufferId id, Extent extent) const;
+  void expect(bool condition, const char* rule) const;
+  void expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const;
+  void expect_vector(WeightId id, std::int64_t size) const;
+  void expect_optional_vector(WeightId id, std::int64_t size) const;
+  void expect_norm(const RmsNorm& norm, std::int64_t size) const;
+
+  std::span<const WeightDecl> weights_;
+  std::span<const FullAttentionSpec> caches_;
+  Plan plan_;
+  const char* current_ = "";
+};
+
+}  // namespace pianola

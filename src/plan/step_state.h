@@ -1,0 +1,116 @@
+// Everything that changes from token to token, in device memory: one entry a row (a sequence, by
+// its cache slot), and the tables of the step that runs. Ops read positions, lengths and sampling
+// parameters here and never hold them by value, so one Program serves every step of its shape.
+//
+//   StepStateLayout layout(limits);                    // sizes
+//   StepState state = layout.bind(base);               // addresses
+//   state.row[2].length = 0;
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pianola/token_event.h"
+
+namespace pianola {
+
+using TokenId = std::int32_t;
+
+inline constexpr int kMaxStopTokens = 32;
+inline constexpr int kMaxLogitBias = 1024;
+
+struct LogitBias {
+  TokenId token = 0;
+  float bias = 0;
+};
+
+// How a row chooses its tokens. Zero-initialised means greedy.
+struct SamplingState {
+  float temperature = 0;   // 0: greedy
+  std::int32_t top_k = 0;  // 0: off
+  float top_p = 1;
+  float min_p = 0;
+  float repeat_penalty = 1;
+  float presence_penalty = 0;
+  float frequency_penalty = 0;
+  std::int32_t penalty_window = 0;  // last tokens of the history that count; -1: all
+  std::uint64_t seed = 0;
+  std::uint32_t choice = 0;
+  std::int32_t want_logprob = 0;
+};
+
+struct RowState {
+  std::int32_t length = 0;          // tokens in the caches
+  std::int32_t history_length = 0;  // tokens known: those in the caches and those to compute next
+  std::int32_t max_length = 0;      // the row stops when its history reaches this
+  RowStatus status = RowStatus::kIdle;
+  SamplingState sampling;
+  std::int32_t stop_count = 0;
+  TokenId stop_tokens[kMaxStopTokens] = {};
+  std::int32_t bias_count = 0;
+  LogitBias bias[kMaxLogitBias] = {};
+};
+
+// How much of each table of a step is real. What lies beyond is padding: computed by no op, stored
+// by no op.
+struct StepCounts {
+  std::int32_t tokens = 0;
+  std::int32_t lanes = 0;
+  std::int32_t logit_rows = 0;
+  std::int32_t feed = 0;  // 1: AdvanceOp writes the next round's tokens and positions (decode)
+};
+
+// Addresses of the state. `rows`, `max_seq_len`, ... are fixed at load.
+struct StepState {
+  std::int32_t rows = 0;
+  std::int32_t history_stride = 0;
+  std::int32_t ring_capacity = 0;
+
+  RowState* row = nullptr;     // [rows]
+  TokenId* history = nullptr;  // [rows, history_stride]
+
+  StepCounts* counts = nullptr;         // [1]
+  TokenId* token = nullptr;             // [tokens]
+  std::int32_t* position = nullptr;     // [tokens]; -1: masked, the token stores and reads nothing
+  std::int32_t* lane_of = nullptr;      // [tokens]
+  std::int32_t* first_token = nullptr;  // [lanes + 1]
+  std::int32_t* row_of = nullptr;       // [lanes]
+  std::int32_t* logit_token = nullptr;  // [logit_rows] index of a token of this step
+  TokenId* target = nullptr;            // [logit_rows] for ScoreOp
+
+  TokenId* sampled = nullptr;  // [logit_rows] -1: the row failed
+  float* logprob = nullptr;    // [logit_rows] of `sampled` or of `target`
+
+  std::int32_t* yield = nullptr;       // [1] the host asks a running loop to end after its round
+  std::uint64_t* ring_head = nullptr;  // [1] events published so far
+  std::uint64_t* ring_tail = nullptr;  // [1] events consumed so far, written by the host
+  TokenEvent* ring = nullptr;          // [ring_capacity]
+};
+
+struct StepLimits {
+  int rows = 1;
+  int max_seq_len = 0;
+  int tokens = 1;  // of the largest step
+  int lanes = 1;
+  int logit_rows = 1;
+};
+
+class StepStateLayout {
+ public:
+  explicit StepStateLayout(const StepLimits& limits);
+  std::size_t bytes() const { return bytes_; }
+  // `base` holds bytes() zeroed bytes, aligned to 128.
+  StepState bind(std::byte* base) const;
+
+ private:
+  StepLimits limits_;
+  std::size_t bytes_ = 0;
+};
+
+// A uniform number in [0, 1) that depends on nothing but its arguments: the same draw whatever the
+// row's lane, its neighbours, the bucket or the backend (Philox 4x32-10, keyed by the seed).
+enum class RandomPurpose : std::uint32_t { kSample = 0, kDraft = 1, kAccept = 2 };
+double uniform_random(std::uint64_t seed, std::uint32_t choice, std::uint32_t position,
+                      RandomPurpose purpose);
+
+}  // namespace pianola

@@ -1,0 +1,56 @@
+// What a model asks to be loaded, and how a backend wants to have it.
+//
+// A model declares its weights as WeightDecls; a backend answers with a WeightLayout for each; the
+// loader brings the bytes from the checkpoint into that layout, one tensor at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tensor/dtype.h"
+
+namespace pianola {
+
+enum class WeightRole : std::uint8_t {
+  kLinear,     // [rows, cols]: y = W x
+  kEmbedding,  // [rows, cols]: rows are looked up
+  kVector,     // [cols]: norms, biases, constants; always f32 for the ops
+};
+
+const char* weight_role_name(WeightRole role);
+
+struct WeightDecl {
+  std::string name;    // pianola's own: "layers.3.q_proj", "embed_tokens", "lm_head"
+  std::string source;  // name in the checkpoint; empty for a constant
+  WeightRole role = WeightRole::kLinear;
+  DType dtype = DType::kF32;  // in the checkpoint
+  std::int64_t rows = 1;
+  std::int64_t cols = 0;
+  std::vector<float> constant;  // [cols]: computed by the model instead of read (rope frequencies)
+
+  std::size_t source_bytes() const {
+    return static_cast<std::size_t>(rows) * row_bytes(dtype, cols);
+  }
+};
+
+// Where the bytes of a weight are when the model runs.
+struct WeightLayout {
+  // True: used in place, from the mapped file. False: `bytes` of device memory, filled by the
+  // backend's repacker.
+  bool mapped = false;
+  std::size_t bytes = 0;      // device memory; 0 when mapped
+  DType dtype = DType::kF32;  // of the stored form; packing is the backend's own
+};
+
+// A weight with its final address.
+struct BoundWeight {
+  const WeightDecl* decl = nullptr;
+  WeightLayout layout;
+  const std::byte* data = nullptr;
+
+  const float* f32() const { return reinterpret_cast<const float*>(data); }
+};
+
+}  // namespace pianola

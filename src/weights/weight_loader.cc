@@ -1,0 +1,55 @@
+#include "weights/weight_loader.h"
+
+#include <cstring>
+
+namespace pianola {
+
+WeightStore::WeightStore(std::span<const WeightDecl> decls, const LayoutFunction& layout,
+                         Arena& arena)
+    : decls_(decls), arena_(&arena) {
+  for (const WeightDecl& decl : decls) {
+    Entry entry{layout(decl), 0};
+    PIANOLA_CHECK(!entry.layout.mapped || decl.constant.empty(), "constant {} cannot be mapped",
+                  decl.name);
+    if (entry.layout.mapped) {
+      mapped_bytes_ += decl.source_bytes();
+    } else {
+      entry.offset = arena.reserve(entry.layout.bytes);
+      device_bytes_ += entry.layout.bytes;
+    }
+    entries_.push_back(entry);
+  }
+}
+
+void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repack,
+                       const LoadCallback& progress) {
+  std::uint64_t total = 0;
+  for (const WeightDecl& decl : decls_) total += decl.source_bytes();
+  std::uint64_t done = 0;
+  for (std::size_t i = 0; i < decls_.size(); ++i) {
+    const WeightDecl& decl = decls_[i];
+    const Entry& entry = entries_[i];
+    const std::byte* data = nullptr;
+    if (!decl.constant.empty()) {
+      data = arena_->address(entry.offset);
+      repack(decl, entry.layout, reinterpret_cast<const std::byte*>(decl.constant.data()),
+             arena_->address(entry.offset));
+    } else {
+      const TensorInfo& tensor = checkpoint.get(decl.source);
+      const TensorView view = checkpoint.view(tensor);
+      PIANOLA_CHECK(view.bytes == decl.source_bytes() && view.dtype == decl.dtype,
+                    "weight {} is not what the model declared", decl.name);
+      data = view.data;
+      if (!entry.layout.mapped) {
+        data = arena_->address(entry.offset);
+        repack(decl, entry.layout, view.data, arena_->address(entry.offset));
+        checkpoint.drop(tensor);
+      }
+    }
+    bound_.push_back({&decl, entry.layout, data});
+    done += decl.source_bytes();
+    if (progress) progress(done, total, decl.name);
+  }
+}
+
+}  // namespace pianola

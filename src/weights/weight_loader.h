@@ -1,0 +1,56 @@
+// Brings weights from a checkpoint into the layout that a backend wants, one tensor at a time.
+//
+//   WeightStore store(decls, [&](const WeightDecl& d) { return backend.weight_layout(d); }, arena);
+//   arena.seal(memory);
+//   store.load(checkpoint, repack, progress);
+//   store.bound();        // addresses by WeightId, valid while checkpoint and memory live
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "tensor/arena.h"
+#include "tensor/weight_layout.h"
+#include "weights/checkpoint.h"
+
+namespace pianola {
+
+using LayoutFunction = std::function<WeightLayout(const WeightDecl&)>;
+// (decl, layout, source bytes, destination of layout.bytes)
+using RepackFunction =
+    std::function<void(const WeightDecl&, const WeightLayout&, const std::byte*, std::byte*)>;
+// (source bytes done, source bytes in all, tensor at hand)
+using LoadCallback = std::function<void(std::uint64_t, std::uint64_t, std::string_view)>;
+
+class WeightStore {
+ public:
+  // Asks for every layout and reserves what is not mapped. `decls` outlive the store.
+  WeightStore(std::span<const WeightDecl> decls, const LayoutFunction& layout, Arena& arena);
+
+  std::size_t device_bytes() const { return device_bytes_; }  // repacked copies
+  std::size_t mapped_bytes() const { return mapped_bytes_; }  // used in place
+
+  // Repacks in the order of the declarations and drops the source pages of each tensor behind it,
+  // so that the peak stays near the packed size plus one tensor. `progress` may be empty.
+  void load(const Checkpoint& checkpoint, const RepackFunction& repack,
+            const LoadCallback& progress);
+
+  std::span<const BoundWeight> bound() const { return bound_; }
+
+ private:
+  struct Entry {
+    WeightLayout layout;
+    std::size_t offset = 0;
+  };
+  std::span<const WeightDecl> decls_;
+  Arena* arena_;
+  std::vector<Entry> entries_;
+  std::vector<BoundWeight> bound_;
+  std::size_t device_bytes_ = 0;
+  std::size_t mapped_bytes_ = 0;
+};
+
+}  // namespace pianola
