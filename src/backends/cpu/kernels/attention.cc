@@ -1,7 +1,6 @@
 #include "backends/cpu/kernels/attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 #include "backends/cpu/kernels/attention_kernels.h"
@@ -19,6 +18,7 @@ constexpr int kTileRows = 96;
 // memory for partial results; larger steps have work for everyone.
 constexpr int kMaxSplitTokens = 16;
 
+constexpr float kLog2E = 1.44269504F;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 const AttentionKernels& kernels(Isa isa, int head_dim) {
@@ -99,12 +99,10 @@ constexpr std::size_t align(std::size_t bytes) { return (bytes + 63) / 64 * 64; 
 // One worker's work space.
 struct Workspace {
   float* queries = nullptr;    // [kTileRows, head_dim], scaled
-  float* acc = nullptr;        // [kTileRows, head_dim] of the current split
-  float* total_acc = nullptr;  // [kTileRows, head_dim] of the splits before it
-  float* m = nullptr;          // [kTileRows], and so on
-  float* l = nullptr;
+  float* acc = nullptr;        // [kTileRows, head_dim + kSumLanes] of the current split
+  float* total_acc = nullptr;  // the same of the splits before it
+  float* m = nullptr;          // [kTileRows]
   float* total_m = nullptr;
-  float* total_l = nullptr;
   float* scores = nullptr;  // [kTileRows, 64]
   float* tile = nullptr;    // [head_dim, 64]
   int* counts = nullptr;    // [kTileRows]
@@ -117,8 +115,9 @@ struct Workspace {
       if (base != nullptr) part = reinterpret_cast<Element*>(base + size);
       size += align(static_cast<std::size_t>(elements) * sizeof(Element));
     };
-    for (float** part : {&queries, &acc, &total_acc}) take(*part, rows * head_dim);
-    for (float** part : {&m, &l, &total_m, &total_l}) take(*part, rows);
+    take(queries, rows * head_dim);
+    for (float** part : {&acc, &total_acc}) take(*part, rows * (head_dim + kSumLanes));
+    for (float** part : {&m, &total_m}) take(*part, rows);
     take(scores, rows * kBlockPositions);
     take(tile, head_dim * kBlockPositions);
     take(counts, rows);
@@ -133,7 +132,7 @@ std::size_t workspace_bytes(int heads, const KvCache& cache) {
   return Workspace{}.assign(nullptr, tile_rows(heads, cache.kv_heads), cache.head_dim);
 }
 
-// Partial results: for each (token, head, split) m, l and, 16 floats on, acc.
+// Partial results: for each (token, head, split) m and, 16 floats on, acc.
 constexpr int kPartialHeader = 16;
 
 struct Partials {
@@ -147,7 +146,7 @@ struct Partials {
                         static_cast<std::size_t>(head)) *
                            static_cast<std::size_t>(splits) +
                        static_cast<std::size_t>(split);
-    return base + index * static_cast<std::size_t>(kPartialHeader + head_dim);
+    return base + index * static_cast<std::size_t>(kPartialHeader + head_dim + kSumLanes);
   }
 };
 
@@ -177,10 +176,11 @@ class Walk {
         kernels_(kernels(args.isa, args.cache.head_dim)),
         group_(args.heads / args.cache.kv_heads),
         rows_(item.tile.tokens * group_),
-        dim_(args.cache.head_dim) {
+        dim_(args.cache.head_dim),
+        acc_size_(args.cache.head_dim + kSumLanes) {
     for (int row = 0; row < rows_; ++row) {
       kernels_.scale(dim_, args_.queries + token(row) * args_.query_stride + head(row) * dim_,
-                     args_.scale, space_.queries + row * dim_);
+                     args_.scale * kLog2E, space_.queries + row * dim_);
     }
   }
 
@@ -189,20 +189,18 @@ class Walk {
     for (int split = 0; split < item_.splits; ++split) {
       attend(split);
       for (int row = 0; row < rows_; ++row) {
-        const float* acc = space_.acc + row * dim_;
-        float* total = space_.total_acc + row * dim_;
+        const float* acc = space_.acc + row * acc_size_;
+        float* total = space_.total_acc + row * acc_size_;
         if (split == 0) {
           space_.total_m[row] = space_.m[row];
-          space_.total_l[row] = space_.l[row];
-          std::memcpy(total, acc, static_cast<std::size_t>(dim_) * sizeof(float));
+          std::copy_n(acc, acc_size_, total);
         } else if (length(row) > split * kSplitPositions) {
-          kernels_.merge(dim_, space_.m[row], space_.l[row], acc, &space_.total_m[row],
-                         &space_.total_l[row], total);
+          kernels_.merge(dim_, space_.m[row], acc, &space_.total_m[row], total);
         }
       }
     }
     for (int row = 0; row < rows_; ++row) {
-      kernels_.finish(dim_, space_.total_l[row], space_.total_acc + row * dim_,
+      kernels_.finish(dim_, space_.total_acc + row * acc_size_,
                       args_.output + token(row) * args_.output_stride + head(row) * dim_);
     }
   }
@@ -214,9 +212,7 @@ class Walk {
       if (length(row) <= item_.split * kSplitPositions) continue;
       float* partial = partials.at(token(row), head(row), item_.split);
       partial[0] = space_.m[row];
-      partial[1] = space_.l[row];
-      std::memcpy(partial + kPartialHeader, space_.acc + row * dim_,
-                  static_cast<std::size_t>(dim_) * sizeof(float));
+      std::copy_n(space_.acc + row * acc_size_, acc_size_, partial + kPartialHeader);
     }
   }
 
@@ -227,8 +223,7 @@ class Walk {
 
   void attend(int split) {
     std::fill_n(space_.m, rows_, -kInfinity);
-    std::fill_n(space_.l, rows_, 0.0F);
-    std::fill_n(space_.acc, rows_ * dim_, 0.0F);
+    std::fill_n(space_.acc, rows_ * acc_size_, 0.0F);
     const int first = split * kSplitPositions;
     const int end = std::min(first + kSplitPositions, item_.tile.length);
     for (int position = first; position < end; position += kBlockPositions) attend_block(position);
@@ -250,7 +245,6 @@ class Walk {
     block.counts = space_.counts;
     block.queries = space_.queries;
     block.m = space_.m;
-    block.l = space_.l;
     block.acc = space_.acc;
     block.scores = space_.scores;
     block.tile = space_.tile;
@@ -264,6 +258,7 @@ class Walk {
   int group_;
   int rows_;
   int dim_;
+  int acc_size_;
 };
 
 void clear_padding(const AttentionArgs& args, int worker, int workers) {
@@ -288,7 +283,7 @@ std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens,
     bytes += static_cast<std::size_t>(std::min(tokens, kMaxSplitTokens)) *
              static_cast<std::size_t>(heads) *
              static_cast<std::size_t>(split_count(cache.capacity)) *
-             static_cast<std::size_t>(kPartialHeader + cache.head_dim) * sizeof(float);
+             static_cast<std::size_t>(kPartialHeader + cache.head_dim + kSumLanes) * sizeof(float);
   }
   return align(bytes);
 }
@@ -363,10 +358,9 @@ void combine(const AttentionArgs& args, void* scratch, int worker, int workers) 
     float* total = partials.at(token, head, 0);
     for (int split = 1; split < split_count(args.positions[token] + 1); ++split) {
       const float* partial = partials.at(token, head, split);
-      kernel.merge(dim, partial[0], partial[1], partial + kPartialHeader, &total[0], &total[1],
-                   total + kPartialHeader);
+      kernel.merge(dim, partial[0], partial + kPartialHeader, total, total + kPartialHeader);
     }
-    kernel.finish(dim, total[1], total + kPartialHeader,
+    kernel.finish(dim, total + kPartialHeader,
                   args.output + token * args.output_stride + head * dim);
   }
 }

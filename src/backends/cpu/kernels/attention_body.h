@@ -37,26 +37,29 @@ struct LoadBf16 {
 
 // --- Scores, few rows: the lanes of a vector are partial sums. ---
 
+// kDim is head_dim where it is one of the common ones, known to the compiler, and 0 otherwise.
+
 // Partial sums of kRows rows with kKeys keys that are kStride apart.
-template <typename Load, int kRows, int kKeys, int kStride>
+template <typename Load, int kDim, int kRows, int kKeys, int kStride>
 inline void partial_sums(const typename Load::Element* keys, int head_dim, const float* queries,
                          F (&sums)[kKeys][kRows]) {
+  const int dim = kDim > 0 ? kDim : head_dim;
   for (int k = 0; k < kKeys; ++k) {
     for (int r = 0; r < kRows; ++r) sums[k][r] = Simd::zero();
   }
-  for (int d = 0; d < head_dim; d += kLanes) {
-    F query[kRows];
-    for (int r = 0; r < kRows; ++r) query[r] = Simd::load(queries + r * head_dim + d);
-    for (int k = 0; k < kKeys; ++k) {
-      const F key = Load::at(keys + k * kStride * head_dim + d);
-      for (int r = 0; r < kRows; ++r) sums[k][r] = Simd::fma(query[r], key, sums[k][r]);
+  for (int d = 0; d < dim; d += kLanes) {
+    F key[kKeys];
+    for (int k = 0; k < kKeys; ++k) key[k] = Load::at(keys + k * kStride * dim + d);
+    for (int r = 0; r < kRows; ++r) {
+      const F query = Simd::load(queries + r * dim + d);
+      for (int k = 0; k < kKeys; ++k) sums[k][r] = Simd::fma(query, key[k], sums[k][r]);
     }
   }
 }
 
-// Scores of the keys first, first + kBit, first + 2 * kBit, ... below kLanes, with lanes that stand
-// for other keys left over to the caller's folds. Keys at or beyond `count` are not read.
-template <typename Load, int kRows, int kBit>
+// Scores of the keys first, first + kBit, first + 2 * kBit, ... below kLanes, each still spread
+// over the lanes that differ from it in bits below kBit. Keys at or beyond `count` are not read.
+template <typename Load, int kDim, int kRows, int kBit>
 inline void folded_scores(const typename Load::Element* keys, int count, int head_dim,
                           const float* queries, int first, F (&out)[kRows]) {
   if (first >= count) {
@@ -64,44 +67,51 @@ inline void folded_scores(const typename Load::Element* keys, int count, int hea
     return;
   }
   if constexpr (kBit == kLanes / 2) {
+    const auto* from = keys + first * (kDim > 0 ? kDim : head_dim);
     if (first + kBit < count) {
       F sums[2][kRows];
-      partial_sums<Load, kRows, 2, kBit>(keys + first * head_dim, head_dim, queries, sums);
+      partial_sums<Load, kDim, kRows, 2, kBit>(from, head_dim, queries, sums);
       for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(sums[0][r], sums[1][r]);
     } else {
       F sums[1][kRows];
-      partial_sums<Load, kRows, 1, kBit>(keys + first * head_dim, head_dim, queries, sums);
+      partial_sums<Load, kDim, kRows, 1, kBit>(from, head_dim, queries, sums);
       for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(sums[0][r], Simd::zero());
     }
   } else {
     F other[kRows];
-    folded_scores<Load, kRows, kBit * 2>(keys, count, head_dim, queries, first, out);
-    folded_scores<Load, kRows, kBit * 2>(keys, count, head_dim, queries, first + kBit, other);
+    folded_scores<Load, kDim, kRows, kBit * 2>(keys, count, head_dim, queries, first, out);
+    folded_scores<Load, kDim, kRows, kBit * 2>(keys, count, head_dim, queries, first + kBit, other);
     for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(out[r], other[r]);
   }
 }
 
-template <typename Load, int kRows>
+template <typename Load, int kDim, int kRows>
 void scores_of_rows(const AttentionBlock& b, int row) {
   const auto* keys = static_cast<const typename Load::Element*>(b.keys);
   const float* queries = b.queries + row * b.head_dim;
   for (int key = 0; key < b.max_count; key += kLanes) {
     F out[kRows];
-    folded_scores<Load, kRows, 1>(keys + key * b.head_dim, b.max_count - key, b.head_dim, queries,
-                                  0, out);
+    const int left = b.max_count - key;
+    // Two calls, so that the common one has no conditions left.
+    if (left >= kLanes) {
+      folded_scores<Load, kDim, kRows, 1>(keys + key * b.head_dim, kLanes, b.head_dim, queries, 0,
+                                          out);
+    } else {
+      folded_scores<Load, 0, kRows, 1>(keys + key * b.head_dim, left, b.head_dim, queries, 0, out);
+    }
     for (int r = 0; r < kRows; ++r) {
       Simd::store(b.scores + (row + r) * kBlockPositions + key, out[r]);
     }
   }
 }
 
-template <typename Load>
+template <typename Load, int kDim>
 void scores_of_few(const AttentionBlock& b) {
   int row = 0;
-  for (; row + 4 <= b.rows; row += 4) scores_of_rows<Load, 4>(b, row);
-  if (b.rows - row == 3) scores_of_rows<Load, 3>(b, row);
-  if (b.rows - row == 2) scores_of_rows<Load, 2>(b, row);
-  if (b.rows - row == 1) scores_of_rows<Load, 1>(b, row);
+  for (; row + 4 <= b.rows; row += 4) scores_of_rows<Load, kDim, 4>(b, row);
+  if (b.rows - row == 3) scores_of_rows<Load, kDim, 3>(b, row);
+  if (b.rows - row == 2) scores_of_rows<Load, kDim, 2>(b, row);
+  if (b.rows - row == 1) scores_of_rows<Load, kDim, 1>(b, row);
 }
 
 // --- Scores, many rows: the lanes of a vector are keys. ---
@@ -185,18 +195,21 @@ void tile_scores(const AttentionBlock& b) {
   for (; row < b.rows; ++row) tile_scores_of_rows<1>(b, row);
 }
 
-// --- Softmax: scores become weights; m, l and acc move to the new maximum. ---
+// --- Softmax: scores become weights; m and acc move to the new maximum. ---
 
 void weigh(const AttentionBlock& b, int row) {
   constexpr int kVectors = kBlockPositions / kLanes;
   float* scores = b.scores + row * kBlockPositions;
   F s[kVectors];
-  // What the row does not attend to may be anything, NaN included: it is replaced, not multiplied.
-  for (int v = 0; v < kVectors; ++v) {
-    int valid = b.counts[row] - v * kLanes;
-    valid = valid < 0 ? 0 : valid > kLanes ? kLanes : valid;
-    s[v] = Simd::select_first(valid, Simd::load(scores + v * kLanes),
-                              Simd::set(-__builtin_huge_valf()));
+  for (int v = 0; v < kVectors; ++v) s[v] = Simd::load(scores + v * kLanes);
+  if (b.counts[row] < kBlockPositions) {
+    // What the row does not attend to may be anything, NaN included: it is replaced, not
+    // multiplied.
+    for (int v = 0; v < kVectors; ++v) {
+      int valid = b.counts[row] - v * kLanes;
+      valid = valid < 0 ? 0 : valid > kLanes ? kLanes : valid;
+      s[v] = Simd::select_first(valid, s[v], Simd::set(-__builtin_huge_valf()));
+    }
   }
   F top = s[0];
   for (int v = 1; v < kVectors; ++v) top = Simd::max(top, s[v]);
@@ -204,26 +217,21 @@ void weigh(const AttentionBlock& b, int row) {
   const float old_m = b.m[row];
   const float new_m = block_m > old_m ? block_m : old_m;
 
-  F sum = Simd::zero();
+  float* acc = b.acc + row * (b.head_dim + kSumLanes);
+  if (new_m != old_m) {
+    b.m[row] = new_m;
+    const F shrink = Simd::exp2_of_negative(Simd::set(old_m - new_m));
+    for (int d = 0; d < b.head_dim + kLanes; d += kLanes) {
+      Simd::store(acc + d, Simd::mul(Simd::load(acc + d), shrink));
+    }
+  }
+  F sum = Simd::load(acc + b.head_dim);
   for (int v = 0; v < kVectors; ++v) {
-    const F e = Simd::exp(Simd::sub(s[v], Simd::set(new_m)));
+    const F e = Simd::exp2_of_negative(Simd::sub(s[v], Simd::set(new_m)));
     Simd::store(scores + v * kLanes, e);
     sum = Simd::add(sum, e);
   }
-  const float l = Simd::reduce_add(sum);
-  if (new_m == old_m) {
-    b.l[row] += l;
-    return;
-  }
-  float factor[kLanes];
-  const F shrink = Simd::exp(Simd::sub(Simd::set(old_m), Simd::set(new_m)));
-  Simd::store(factor, shrink);
-  b.m[row] = new_m;
-  b.l[row] = b.l[row] * factor[0] + l;
-  float* acc = b.acc + row * b.head_dim;
-  for (int d = 0; d < b.head_dim; d += kLanes) {
-    Simd::store(acc + d, Simd::mul(Simd::load(acc + d), shrink));
-  }
+  Simd::store(acc + b.head_dim, sum);
 }
 
 // --- Weighted values. ---
@@ -235,7 +243,7 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
   F acc[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      acc[r][v] = Simd::load(b.acc + (row + r) * b.head_dim + d + v * kLanes);
+      acc[r][v] = Simd::load(b.acc + (row + r) * (b.head_dim + kSumLanes) + d + v * kLanes);
     }
   }
   const float* weights = b.scores + row * kBlockPositions;
@@ -250,7 +258,7 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      Simd::store(b.acc + (row + r) * b.head_dim + d + v * kLanes, acc[r][v]);
+      Simd::store(b.acc + (row + r) * (b.head_dim + kSumLanes) + d + v * kLanes, acc[r][v]);
     }
   }
 }
@@ -289,7 +297,13 @@ template <typename Load>
 void block_of(const AttentionBlock& b) {
   const auto* values = static_cast<const typename Load::Element*>(b.values);
   if (b.rows < kManyRows) {
-    scores_of_few<Load>(b);
+    if (b.head_dim == 64) {
+      scores_of_few<Load, 64>(b);
+    } else if (b.head_dim == 128) {
+      scores_of_few<Load, 128>(b);
+    } else {
+      scores_of_few<Load, 0>(b);
+    }
   } else {
     transpose_keys<Load>(b);
     tile_scores(b);
@@ -317,26 +331,19 @@ void attend_block(const AttentionBlock& b) {
   }
 }
 
-void merge_split(int head_dim, float m, float l, const float* acc, float* total_m, float* total_l,
-                 float* total_acc) {
-  // A position-less total has the maximum -inf; m is at least that, and NaN goes through.
+void merge_split(int head_dim, float m, const float* acc, float* total_m, float* total_acc) {
   const float new_m = *total_m > m ? *total_m : m;
-  const F old_factor = Simd::exp(Simd::sub(Simd::set(*total_m), Simd::set(new_m)));
-  const F factor = Simd::exp(Simd::sub(Simd::set(m), Simd::set(new_m)));
-  float old_lanes[kLanes];
-  float lanes[kLanes];
-  Simd::store(old_lanes, old_factor);
-  Simd::store(lanes, factor);
+  const F total_factor = Simd::exp2_of_negative(Simd::set(*total_m - new_m));
+  const F factor = Simd::exp2_of_negative(Simd::set(m - new_m));
   *total_m = new_m;
-  *total_l = *total_l * old_lanes[0] + l * lanes[0];
-  for (int d = 0; d < head_dim; d += kLanes) {
-    const F total = Simd::mul(Simd::load(total_acc + d), old_factor);
+  for (int d = 0; d < head_dim + kLanes; d += kLanes) {
+    const F total = Simd::mul(Simd::load(total_acc + d), total_factor);
     Simd::store(total_acc + d, Simd::fma(Simd::load(acc + d), factor, total));
   }
 }
 
-void finish_row(int head_dim, float l, const float* acc, float* output) {
-  const F divisor = Simd::set(l);
+void finish_row(int head_dim, const float* acc, float* output) {
+  const F divisor = Simd::set(Simd::reduce_add(Simd::load(acc + head_dim)));
   for (int d = 0; d < head_dim; d += kLanes) {
     Simd::store(output + d, Simd::div(Simd::load(acc + d), divisor));
   }

@@ -11,20 +11,29 @@ namespace pianola::cpu {
 
 inline constexpr int kBlockPositions = 64;
 
+// A row accumulates its weighted values and, behind them, the sum of its weights, spread over lanes
+// that are added up at the very end: [head_dim + kSumLanes].
+inline constexpr int kSumLanes = 16;
+
 // One block for rows that share its keys and values. A row whose count is 0 is left alone; nothing
-// at or beyond `max_count` is read. m, l and acc are the running maximum, sum and weighted values.
+// at or beyond `max_count` is read. Scores are in units of log 2: queries come multiplied by
+// log2(e).
 struct AttentionBlock {
   DType dtype = DType::kF32;     // of keys and values: F32, F16 or BF16
   const void* keys = nullptr;    // [64, head_dim]
   const void* values = nullptr;  // [64, head_dim]
+  // What is read next, to be fetched while this block is computed, or nullptr; next_count
+  // positions.
+  const void* next_keys = nullptr;
+  const void* next_values = nullptr;
+  int next_count = 0;
   int head_dim = 0;
   int rows = 0;
   int max_count = 0;               // the largest of counts
   const int* counts = nullptr;     // [rows]: how many of the 64 positions the row attends to
   const float* queries = nullptr;  // [rows, head_dim], scale applied
-  float* m = nullptr;              // [rows]
-  float* l = nullptr;              // [rows]
-  float* acc = nullptr;            // [rows, head_dim]
+  float* m = nullptr;              // [rows] the largest score so far
+  float* acc = nullptr;            // [rows, head_dim + kSumLanes] relative to 2^m
   float* scores = nullptr;         // [rows, 64], work space
   float* tile = nullptr;           // [head_dim, 64], work space
 };
@@ -32,10 +41,11 @@ struct AttentionBlock {
 struct AttentionKernels {
   int lanes = 0;  // head_dim must be a multiple
   void (*block)(const AttentionBlock& block) = nullptr;
-  // Joins one row's split (m, l, acc) to the splits before it.
-  void (*merge)(int head_dim, float m, float l, const float* acc, float* total_m, float* total_l,
+  // Joins one row's split to the splits before it.
+  void (*merge)(int head_dim, float m, const float* acc, float* total_m,
                 float* total_acc) = nullptr;
-  void (*finish)(int head_dim, float l, const float* acc, float* output) = nullptr;
+  // output [head_dim] = weighted values / sum of weights
+  void (*finish)(int head_dim, const float* acc, float* output) = nullptr;
   void (*scale)(int n, const float* x, float scale, float* y) = nullptr;
   // n elements, a multiple of `lanes`, to f32, f16 or bf16.
   void (*store)(DType dtype, int n, const float* x, void* y) = nullptr;

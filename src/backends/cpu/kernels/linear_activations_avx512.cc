@@ -8,8 +8,14 @@ namespace {
 
 using Byte = std::uint8_t;
 
-// One block of one token to its place: values at `q`, then the four numbers `stride` bytes apart.
-void quantize(const float* x, Byte* q, Byte* meta, std::ptrdiff_t stride) {
+// 32 values as integers, with their scale; d * sum follows from both.
+struct Quantized {
+  __m512i first;
+  __m512i second;
+  float d;
+};
+
+Quantized quantize(const float* x) {
   const __m512 a = _mm512_loadu_ps(x);
   const __m512 b = _mm512_loadu_ps(x + 16);
   // As integers without their sign, floats keep their order and NaN is above infinity.
@@ -28,17 +34,27 @@ void quantize(const float* x, Byte* q, Byte* meta, std::ptrdiff_t stride) {
   }
   const __m512 scale = _mm512_set1_ps(inverse);
   const __mmask16 keep = inverse != 0.0F ? 0xffff : 0;
-  const __m512i qa = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(a, scale));
-  const __m512i qb = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(b, scale));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(qa));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(qb));
-  const std::int32_t h = -_mm512_reduce_add_epi32(qa);
-  const std::int32_t n = -_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
-  const float s = d * static_cast<float>(-n);
-  __builtin_memcpy(meta, &d, 4);
+  return {_mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(a, scale)),
+          _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(b, scale)), d};
+}
+
+// One block of one token to its place: values at `q`, then the four numbers `stride` bytes apart.
+void store_block(const Quantized& block, Byte* q, Byte* meta, std::ptrdiff_t stride) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(block.first));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(block.second));
+  const std::int32_t h = -_mm512_reduce_add_epi32(block.first);
+  const std::int32_t n = -_mm512_reduce_add_epi32(_mm512_add_epi32(block.first, block.second));
+  const float s = block.d * static_cast<float>(-n);
+  __builtin_memcpy(meta, &block.d, 4);
   __builtin_memcpy(meta + stride, &s, 4);
   __builtin_memcpy(meta + 2 * stride, &n, 4);
   __builtin_memcpy(meta + 3 * stride, &h, 4);
+}
+
+// 16 small integers as bfloat16, each four in the order 0, 2, 1, 3.
+__m256i to_bf16(__m512i values) {
+  const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(values));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_shuffle_epi32(bits, _MM_PERM_DBCA), 16));
 }
 
 }  // namespace
@@ -57,7 +73,29 @@ void prepare_int8_avx512(const PrepareCall& call) {
     Byte* out = call.out + (tiled ? token / kTileTokens : 0) * blocks * record;
     for (int b = 0; b < blocks; ++b, out += record) {
       const float* x = token < call.tokens ? call.x + token * call.ldx + b * kBlock : zeros;
-      quantize(x, out + at * kBlock, out + width * kBlock + at * 4, width * 4);
+      store_block(quantize(x), out + at * kBlock, out + width * kBlock + at * 4, width * 4);
+    }
+  }
+}
+
+void prepare_tiles_avx512(const PrepareCall& call) {
+  const int blocks = call.cols / kBlock;
+  const bool pad = call.token_end == call.tokens;
+  const int end =
+      pad ? (call.tokens + kTileTokens - 1) / kTileTokens * kTileTokens : call.token_end;
+  alignas(64) const float zeros[kBlock] = {};
+  for (int token = call.token_begin; token < end; ++token) {
+    const int at = token % kTileTokens;
+    Byte* out = call.out + static_cast<std::ptrdiff_t>(token / kTileTokens) * blocks * kTileBlock;
+    for (int b = 0; b < blocks; ++b, out += kTileBlock) {
+      const Quantized block =
+          quantize(token < call.tokens ? call.x + token * call.ldx + b * kBlock : zeros);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64 * at), to_bf16(block.first));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64 * at + 32), to_bf16(block.second));
+      const std::int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(block.first, block.second));
+      const float s = block.d * static_cast<float>(sum);
+      __builtin_memcpy(out + 1024 + 4 * at, &block.d, 4);
+      __builtin_memcpy(out + 1088 + 4 * at, &s, 4);
     }
   }
 }

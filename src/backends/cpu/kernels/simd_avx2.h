@@ -125,6 +125,19 @@ struct Simd {
     return _mm256_andnot_ps(low, result);
   }
 
+  static F exp2_of_negative(F x) {
+    const F n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F r = sub(x, n);
+    F p = fma(set(0.00015353342F), r, set(0.0013398901F));
+    p = fma(p, r, set(0.009618438F));
+    p = fma(p, r, set(0.055503324F));
+    p = fma(p, r, set(0.24022648F));
+    p = fma(p, r, set(0.6931472F));
+    p = fma(p, r, set(1.0F));
+    const F low = _mm256_cmp_ps(x, set(-126.0F), _CMP_LT_OQ);
+    return _mm256_andnot_ps(low, mul(p, power_of_two(_mm256_cvtps_epi32(n))));
+  }
+
  private:
   static F power_of_two(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));

@@ -122,6 +122,20 @@ struct Simd {
     return _mm512_mask_mov_ps(result, large, set(__builtin_huge_valf()));
   }
 
+  // 2^x for x <= 0 within 2 units in the last place, and like exp() otherwise.
+  static F exp2_of_negative(F x) {
+    const F n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F r = sub(x, n);
+    F p = fma(set(0.00015353342F), r, set(0.0013398901F));
+    p = fma(p, r, set(0.009618438F));
+    p = fma(p, r, set(0.055503324F));
+    p = fma(p, r, set(0.24022648F));
+    p = fma(p, r, set(0.6931472F));
+    p = fma(p, r, set(1.0F));
+    const __mmask16 normal = _mm512_cmp_ps_mask(x, set(-126.0F), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(normal, p, n);
+  }
+
  private:
   template <int kBit>
   static constexpr __mmask16 kMask = kBit == 8   ? 0xFF00

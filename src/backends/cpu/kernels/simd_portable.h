@@ -104,6 +104,10 @@ struct Simd {
     return map([&](int l) { return exp_one(x.v[l]); });
   }
 
+  static F exp2_of_negative(F x) {
+    return map([&](int l) { return exp2_one(x.v[l]); });
+  }
+
  private:
   template <typename Function>
   static F map(Function function) {
@@ -128,6 +132,19 @@ struct Simd {
     const int whole = static_cast<int>(n);
     const int half = whole / 2;
     return p * power_of_two(half) * power_of_two(whole - half);
+  }
+  static float exp2_one(float x) {
+    if (x < -126.0F) return 0.0F;
+    if (x != x) return x;
+    const float n = (x + 12582912.0F) - 12582912.0F;
+    const float r = x - n;
+    float p = 0.00015353342F * r + 0.0013398901F;
+    p = p * r + 0.009618438F;
+    p = p * r + 0.055503324F;
+    p = p * r + 0.24022648F;
+    p = p * r + 0.6931472F;
+    p = p * r + 1.0F;
+    return p * power_of_two(static_cast<int>(n));
   }
   static float power_of_two(int n) {
     return std::bit_cast<float>(static_cast<std::uint32_t>(n + 127) << 23);
