@@ -11,6 +11,7 @@ namespace {
 // Positions whose partial results are joined before the next ones start. Short enough that two
 // workers share a context of a few hundred tokens, long enough that joining costs little.
 constexpr int kSplitPositions = 256;
+constexpr int kSplitBlocks = kSplitPositions / kBlockPositions;
 // Rows (query heads of one kv head, of consecutive tokens of one slot) that share a pass over the
 // cache: enough that converting and transposing a block is a small part of the work.
 constexpr int kTileRows = 96;
@@ -169,10 +170,12 @@ std::ptrdiff_t block_offset(const KvCache& cache, int slot, int block, int kv_he
 // Computes one item: the state of one tile and kv head while it walks over the cache.
 class Walk {
  public:
-  Walk(const AttentionArgs& args, const Item& item, const Workspace& space)
+  // `next` is the item that this worker computes afterwards, or nullptr.
+  Walk(const AttentionArgs& args, const Item& item, const Item* next, const Workspace& space)
       : args_(args),
         item_(item),
         space_(space),
+        next_(next == nullptr ? -1 : block_of(*next, next->split * kSplitBlocks)),
         kernels_(kernels(args.isa, args.cache.head_dim)),
         group_(args.heads / args.cache.kv_heads),
         rows_(item.tile.tokens * group_),
@@ -229,11 +232,23 @@ class Walk {
     for (int position = first; position < end; position += kBlockPositions) attend_block(position);
   }
 
+  std::ptrdiff_t block_of(const Item& item, int block) const {
+    return block_offset(args_.cache, args_.slots[item.tile.first], block, item.kv_head);
+  }
+
+  // Where the block that is read after the one at `position` starts; -1: there is none.
+  std::ptrdiff_t following(int position) const {
+    const int end = std::min((item_.split + item_.splits) * kSplitPositions, item_.tile.length);
+    return position + kBlockPositions < end ? block_of(item_, position / kBlockPositions + 1)
+                                            : next_;
+  }
+
   void attend_block(int position) {
     AttentionBlock block;
     block.dtype = args_.cache.dtype;
-    const std::ptrdiff_t offset = block_offset(args_.cache, args_.slots[item_.tile.first],
-                                               position / kBlockPositions, item_.kv_head);
+    const std::ptrdiff_t offset = block_of(item_, position / kBlockPositions);
+    const std::ptrdiff_t next = following(position);
+    block.ahead = next < 0 ? 0 : next - offset;
     block.keys = static_cast<const std::byte*>(args_.cache.keys) + offset;
     block.values = static_cast<const std::byte*>(args_.cache.values) + offset;
     block.head_dim = dim_;
@@ -254,6 +269,7 @@ class Walk {
   const AttentionArgs& args_;
   const Item& item_;
   const Workspace& space_;
+  std::ptrdiff_t next_;
   const AttentionKernels& kernels_;
   int group_;
   int rows_;
@@ -325,17 +341,24 @@ void attend(const AttentionArgs& args, void* scratch, int worker, int workers) {
   // Contiguous shares of about equal cost: an item belongs to the worker in whose share its middle
   // lies.
   std::int64_t before = 0;
-  for_each_item(args, split, [&](const Item& item, std::int64_t cost) {
-    const std::int64_t middle = before + cost / 2;
-    before += cost;
-    if (middle * workers / total != worker) return;
-    Walk walk(args, item, space);
+  Item waiting;  // so that each item knows the one after it
+  const auto run = [&](const Item* next) {
+    if (waiting.splits == 0) return;
+    Walk walk(args, waiting, next, space);
     if (split) {
       walk.run_partial(partials);
     } else {
       walk.run();
     }
+  };
+  for_each_item(args, split, [&](const Item& item, std::int64_t cost) {
+    const std::int64_t middle = before + cost / 2;
+    before += cost;
+    if (middle * workers / total != worker) return;
+    run(&item);
+    waiting = item;
   });
+  run(nullptr);
 }
 
 bool attention_needs_combine(const AttentionArgs& args, int workers) {

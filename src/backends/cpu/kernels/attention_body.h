@@ -35,6 +35,15 @@ struct LoadBf16 {
   static F at(const Element* p) { return Simd::load_bf16(p); }
 };
 
+// Fetches the memory `ahead` of the kLanes elements at p: they come a cache line at a time, so of
+// the vectors in one line only the first asks. Where a line starts is a matter of d alone when rows
+// are whole lines, and of no importance when they are not.
+template <typename Element>
+inline void fetch_ahead(const Element* p, int d, std::ptrdiff_t ahead) {
+  constexpr int kLine = 64 / sizeof(Element);
+  if (d % kLine == 0) __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead);
+}
+
 // --- Scores, few rows: the lanes of a vector are partial sums. ---
 
 // kDim is head_dim where it is one of the common ones, known to the compiler, and 0 otherwise.
@@ -42,14 +51,17 @@ struct LoadBf16 {
 // Partial sums of kRows rows with kKeys keys that are kStride apart.
 template <typename Load, int kDim, int kRows, int kKeys, int kStride>
 inline void partial_sums(const typename Load::Element* keys, int head_dim, const float* queries,
-                         F (&sums)[kKeys][kRows]) {
+                         std::ptrdiff_t ahead, F (&sums)[kKeys][kRows]) {
   const int dim = kDim > 0 ? kDim : head_dim;
   for (int k = 0; k < kKeys; ++k) {
     for (int r = 0; r < kRows; ++r) sums[k][r] = Simd::zero();
   }
   for (int d = 0; d < dim; d += kLanes) {
     F key[kKeys];
-    for (int k = 0; k < kKeys; ++k) key[k] = Load::at(keys + k * kStride * dim + d);
+    for (int k = 0; k < kKeys; ++k) {
+      key[k] = Load::at(keys + k * kStride * dim + d);
+      fetch_ahead(keys + k * kStride * dim + d, d, ahead);
+    }
     for (int r = 0; r < kRows; ++r) {
       const F query = Simd::load(queries + r * dim + d);
       for (int k = 0; k < kKeys; ++k) sums[k][r] = Simd::fma(query, key[k], sums[k][r]);
@@ -61,7 +73,7 @@ inline void partial_sums(const typename Load::Element* keys, int head_dim, const
 // over the lanes that differ from it in bits below kBit. Keys at or beyond `count` are not read.
 template <typename Load, int kDim, int kRows, int kBit>
 inline void folded_scores(const typename Load::Element* keys, int count, int head_dim,
-                          const float* queries, int first, F (&out)[kRows]) {
+                          const float* queries, std::ptrdiff_t ahead, int first, F (&out)[kRows]) {
   if (first >= count) {
     for (int r = 0; r < kRows; ++r) out[r] = Simd::zero();
     return;
@@ -70,23 +82,25 @@ inline void folded_scores(const typename Load::Element* keys, int count, int hea
     const auto* from = keys + first * (kDim > 0 ? kDim : head_dim);
     if (first + kBit < count) {
       F sums[2][kRows];
-      partial_sums<Load, kDim, kRows, 2, kBit>(from, head_dim, queries, sums);
+      partial_sums<Load, kDim, kRows, 2, kBit>(from, head_dim, queries, ahead, sums);
       for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(sums[0][r], sums[1][r]);
     } else {
       F sums[1][kRows];
-      partial_sums<Load, kDim, kRows, 1, kBit>(from, head_dim, queries, sums);
+      partial_sums<Load, kDim, kRows, 1, kBit>(from, head_dim, queries, ahead, sums);
       for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(sums[0][r], Simd::zero());
     }
   } else {
     F other[kRows];
-    folded_scores<Load, kDim, kRows, kBit * 2>(keys, count, head_dim, queries, first, out);
-    folded_scores<Load, kDim, kRows, kBit * 2>(keys, count, head_dim, queries, first + kBit, other);
+    folded_scores<Load, kDim, kRows, kBit * 2>(keys, count, head_dim, queries, ahead, first, out);
+    folded_scores<Load, kDim, kRows, kBit * 2>(keys, count, head_dim, queries, ahead, first + kBit,
+                                               other);
     for (int r = 0; r < kRows; ++r) out[r] = Simd::fold<kBit>(out[r], other[r]);
   }
 }
 
 template <typename Load, int kDim, int kRows>
 void scores_of_rows(const AttentionBlock& b, int row) {
+  const std::ptrdiff_t ahead = row == 0 ? b.ahead : 0;
   const auto* keys = static_cast<const typename Load::Element*>(b.keys);
   const float* queries = b.queries + row * b.head_dim;
   for (int key = 0; key < b.max_count; key += kLanes) {
@@ -94,10 +108,11 @@ void scores_of_rows(const AttentionBlock& b, int row) {
     const int left = b.max_count - key;
     // Two calls, so that the common one has no conditions left.
     if (left >= kLanes) {
-      folded_scores<Load, kDim, kRows, 1>(keys + key * b.head_dim, kLanes, b.head_dim, queries, 0,
-                                          out);
+      folded_scores<Load, kDim, kRows, 1>(keys + key * b.head_dim, kLanes, b.head_dim, queries,
+                                          ahead, 0, out);
     } else {
-      folded_scores<Load, 0, kRows, 1>(keys + key * b.head_dim, left, b.head_dim, queries, 0, out);
+      folded_scores<Load, 0, kRows, 1>(keys + key * b.head_dim, left, b.head_dim, queries, ahead, 0,
+                                       out);
     }
     for (int r = 0; r < kRows; ++r) {
       Simd::store(b.scores + (row + r) * kBlockPositions + key, out[r]);
@@ -237,7 +252,7 @@ void weigh(const AttentionBlock& b, int row) {
 // --- Weighted values. ---
 
 // acc += weights * values for kRows rows, kVectors vectors from element d on, positions first..end.
-template <typename Load, int kRows, int kVectors>
+template <typename Load, int kRows, int kVectors, bool kAhead>
 inline void add_values(const AttentionBlock& b, const typename Load::Element* values, int row,
                        int d, int first, int end) {
   F acc[kRows][kVectors];
@@ -249,8 +264,12 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
   const float* weights = b.scores + row * kBlockPositions;
   for (int j = first; j < end; ++j) {
     F value[kVectors];
-    for (int v = 0; v < kVectors; ++v)
+    for (int v = 0; v < kVectors; ++v) {
       value[v] = Load::at(values + j * b.head_dim + d + v * kLanes);
+      if constexpr (kAhead) {
+        fetch_ahead(values + j * b.head_dim + d + v * kLanes, d + v * kLanes, b.ahead);
+      }
+    }
     for (int r = 0; r < kRows; ++r) {
       const F weight = Simd::set(weights[r * kBlockPositions + j]);
       for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(weight, value[v], acc[r][v]);
@@ -264,33 +283,45 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
 }
 
 // All of kRows rows: the positions that they have in common together, the rest row by row.
-template <typename Load, int kRows>
+template <typename Load, int kRows, bool kAhead>
 void add_values_of_rows(const AttentionBlock& b, const typename Load::Element* values, int row) {
   constexpr int kVectors = 4;
   int common = b.counts[row];
   for (int r = 1; r < kRows; ++r) common = b.counts[row + r] < common ? b.counts[row + r] : common;
   int d = 0;
   for (; d + kVectors * kLanes <= b.head_dim; d += kVectors * kLanes) {
-    add_values<Load, kRows, kVectors>(b, values, row, d, 0, common);
+    add_values<Load, kRows, kVectors, kAhead>(b, values, row, d, 0, common);
     for (int r = row; r < row + kRows; ++r) {
-      if (b.counts[r] > common) add_values<Load, 1, kVectors>(b, values, r, d, common, b.counts[r]);
+      if (b.counts[r] == common) continue;
+      add_values<Load, 1, kVectors, false>(b, values, r, d, common, b.counts[r]);
     }
   }
   for (; d < b.head_dim; d += kLanes) {
-    add_values<Load, kRows, 1>(b, values, row, d, 0, common);
+    add_values<Load, kRows, 1, kAhead>(b, values, row, d, 0, common);
     for (int r = row; r < row + kRows; ++r) {
-      if (b.counts[r] > common) add_values<Load, 1, 1>(b, values, r, d, common, b.counts[r]);
+      if (b.counts[r] == common) continue;
+      add_values<Load, 1, 1, false>(b, values, r, d, common, b.counts[r]);
     }
   }
 }
 
-template <typename Load>
+template <typename Load, bool kAhead>
 void add_all_values(const AttentionBlock& b, const typename Load::Element* values) {
   int row = 0;
-  for (; row + 4 <= b.rows; row += 4) add_values_of_rows<Load, 4>(b, values, row);
-  if (b.rows - row == 3) add_values_of_rows<Load, 3>(b, values, row);
-  if (b.rows - row == 2) add_values_of_rows<Load, 2>(b, values, row);
-  if (b.rows - row == 1) add_values_of_rows<Load, 1>(b, values, row);
+  // Only the first rows fetch what comes next: for the others it is there.
+  if (b.rows >= 4) {
+    add_values_of_rows<Load, 4, kAhead>(b, values, 0);
+    for (row = 4; row + 4 <= b.rows; row += 4) {
+      add_values_of_rows<Load, 4, false>(b, values, row);
+    }
+    if (b.rows - row == 3) add_values_of_rows<Load, 3, false>(b, values, row);
+    if (b.rows - row == 2) add_values_of_rows<Load, 2, false>(b, values, row);
+    if (b.rows - row == 1) add_values_of_rows<Load, 1, false>(b, values, row);
+    return;
+  }
+  if (b.rows == 3) add_values_of_rows<Load, 3, kAhead>(b, values, 0);
+  if (b.rows == 2) add_values_of_rows<Load, 2, kAhead>(b, values, 0);
+  if (b.rows == 1) add_values_of_rows<Load, 1, kAhead>(b, values, 0);
 }
 
 template <typename Load>
@@ -311,13 +342,15 @@ void block_of(const AttentionBlock& b) {
   for (int row = 0; row < b.rows; ++row) {
     if (b.counts[row] > 0) weigh(b, row);
   }
-  if (b.rows < kManyRows || b.dtype == DType::kF32) {
-    add_all_values<Load>(b, values);
+  if (b.rows < kManyRows) {
+    add_all_values<Load, true>(b, values);
+  } else if (b.dtype == DType::kF32) {
+    add_all_values<Load, false>(b, values);
   } else {
     // Converted once for all rows; the keys in the tile are no longer needed.
     const int n = b.max_count * b.head_dim;
     for (int i = 0; i < n; i += kLanes) Simd::store(b.tile + i, Load::at(values + i));
-    add_all_values<LoadF32>(b, b.tile);
+    add_all_values<LoadF32, false>(b, b.tile);
   }
 }
 

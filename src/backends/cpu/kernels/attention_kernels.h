@@ -22,11 +22,8 @@ struct AttentionBlock {
   DType dtype = DType::kF32;     // of keys and values: F32, F16 or BF16
   const void* keys = nullptr;    // [64, head_dim]
   const void* values = nullptr;  // [64, head_dim]
-  // What is read next, to be fetched while this block is computed, or nullptr; next_count
-  // positions.
-  const void* next_keys = nullptr;
-  const void* next_values = nullptr;
-  int next_count = 0;
+  // Bytes from this block to the one that is read next, which is fetched meanwhile; 0: none.
+  std::ptrdiff_t ahead = 0;
   int head_dim = 0;
   int rows = 0;
   int max_count = 0;               // the largest of counts
