@@ -1,7 +1,7 @@
 #include "weights/checkpoint.h"
 
 #include <algorithm>
-#include <numeric>
+#include <functional>
 
 #include "base/check.h"
 #include "base/utf8.h"
@@ -44,7 +44,7 @@ void check_not_pointer(const MappedFile& file) {
 Checkpoint::Checkpoint(std::filesystem::path folder, Parts parts)
     : folder_(folder.empty() ? "." : std::move(folder)), parts_(std::move(parts)) {
   for (const MappedFile& file : parts_.files) paths_.push_back(file.path());
-  by_name_ = index_by_name(parts_.tensors, folder_.string());
+  by_name_ = NameIndex(parts_.tensors, folder_.string());
 }
 
 const char* Checkpoint::format_name() const {
@@ -52,11 +52,7 @@ const char* Checkpoint::format_name() const {
 }
 
 const TensorInfo* Checkpoint::find(std::string_view name) const {
-  const auto it = std::lower_bound(
-      by_name_.begin(), by_name_.end(), name,
-      [&](std::uint32_t i, std::string_view n) { return parts_.tensors[i].name < n; });
-  if (it == by_name_.end() || parts_.tensors[*it].name != name) return nullptr;
-  return &parts_.tensors[*it];
+  return by_name_.find(parts_.tensors, name);
 }
 
 const TensorInfo& Checkpoint::get(std::string_view name) const {
@@ -88,20 +84,33 @@ std::uint64_t Checkpoint::total_bytes() const {
   return total;
 }
 
-std::vector<std::uint32_t> index_by_name(const std::vector<TensorInfo>& tensors,
-                                         std::string_view where) {
-  std::vector<std::uint32_t> order(tensors.size());
-  std::iota(order.begin(), order.end(), 0U);
-  std::sort(order.begin(), order.end(),
-            [&](std::uint32_t a, std::uint32_t b) { return tensors[a].name < tensors[b].name; });
-  const auto twice = std::adjacent_find(
-      order.begin(), order.end(),
-      [&](std::uint32_t a, std::uint32_t b) { return tensors[a].name == tensors[b].name; });
-  if (twice != order.end()) {
-    fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is there twice", where,
-         printable(tensors[*twice].name));
+NameIndex::NameIndex(const std::vector<TensorInfo>& tensors, std::string_view where) {
+  entries_.reserve(tensors.size());
+  for (std::uint32_t i = 0; i < tensors.size(); ++i) {
+    entries_.push_back({std::hash<std::string_view>()(tensors[i].name), i});
   }
-  return order;
+  std::sort(entries_.begin(), entries_.end(), [&](const Entry& a, const Entry& b) {
+    return a.hash != b.hash ? a.hash < b.hash : tensors[a.tensor].name < tensors[b.tensor].name;
+  });
+  const auto twice =
+      std::adjacent_find(entries_.begin(), entries_.end(), [&](const Entry& a, const Entry& b) {
+        return a.hash == b.hash && tensors[a.tensor].name == tensors[b.tensor].name;
+      });
+  if (twice != entries_.end()) {
+    fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is there twice", where,
+         printable(tensors[twice->tensor].name));
+  }
+}
+
+const TensorInfo* NameIndex::find(const std::vector<TensorInfo>& tensors,
+                                  std::string_view name) const {
+  const std::uint64_t hash = std::hash<std::string_view>()(name);
+  const auto it = std::lower_bound(
+      entries_.begin(), entries_.end(), name, [&](const Entry& e, std::string_view n) {
+        return e.hash != hash ? e.hash < hash : tensors[e.tensor].name < n;
+      });
+  if (it == entries_.end() || tensors[it->tensor].name != name) return nullptr;
+  return &tensors[it->tensor];
 }
 
 }  // namespace pianola

@@ -45,6 +45,24 @@ struct TensorInfo {
   std::uint64_t bytes = 0;
 };
 
+// Finds tensors by name. Sorted by hash, then name: fast for a million tensors, and names made to
+// have one hash do not make it slow.
+class NameIndex {
+ public:
+  NameIndex() = default;
+  // Throws InvalidModel naming `where` and the tensor when two have one name.
+  NameIndex(const std::vector<TensorInfo>& tensors, std::string_view where);
+  // `tensors` must be those of the constructor, perhaps moved elsewhere.
+  const TensorInfo* find(const std::vector<TensorInfo>& tensors, std::string_view name) const;
+
+ private:
+  struct Entry {
+    std::uint64_t hash;
+    std::uint32_t tensor;
+  };
+  std::vector<Entry> entries_;
+};
+
 class Checkpoint {
  public:
   enum class Format { kGguf, kHuggingFace };
@@ -85,7 +103,7 @@ class Checkpoint {
   std::filesystem::path folder_;
   std::vector<std::filesystem::path> paths_;
   Parts parts_;
-  std::vector<std::uint32_t> by_name_;  // indices into tensors, sorted by name
+  NameIndex by_name_;
 };
 
 // Opens a .gguf file, a .safetensors file (with the config.json beside it), or a folder that holds
@@ -94,10 +112,5 @@ std::unique_ptr<Checkpoint> open_checkpoint(const std::filesystem::path& path);
 
 // Refuses a file that is empty or only a Git LFS pointer to the real one.
 void check_not_pointer(const MappedFile& file);
-
-// Sorts `tensors` by name into indices. Throws InvalidModel naming `where` and the tensor when two
-// have one name. (Sorted, not hashed: a hostile file cannot make it slow.)
-std::vector<std::uint32_t> index_by_name(const std::vector<TensorInfo>& tensors,
-                                         std::string_view where);
 
 }  // namespace pianola

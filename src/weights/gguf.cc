@@ -16,9 +16,11 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "GGUF is read in place");
 
 constexpr std::uint64_t kMaxKeys = 65'536;
-constexpr std::uint64_t kMaxKeyLength = 65'535;        // by the format
-constexpr std::uint64_t kMaxTensorName = 1'024;        // the format says 64; real files have more
-constexpr std::uint64_t kMaxArrayElements = 1U << 23;  // of all arrays together
+constexpr std::uint64_t kMaxKeyLength = 65'535;  // by the format
+constexpr std::uint64_t kMaxTensorName = 1'024;  // the format says 64; real files have more
+// Of all arrays together. A vocabulary of a million has four arrays of that length; kept as int64
+// or std::string, the largest header needs less than 400 MB, whatever it says.
+constexpr std::uint64_t kMaxArrayElements = 1U << 23;
 constexpr std::uint32_t kMaxDims = 4;
 constexpr std::uint32_t kMinAlignment = 8;
 constexpr std::uint32_t kMaxAlignment = 1U << 20;
@@ -107,6 +109,7 @@ class HeaderReader {
     refuse(ErrorCode::kInvalidModel, format, std::forward<Args>(args)...);
   }
 
+  std::uint64_t file_size() const { return file_.size(); }
   std::uint64_t position() const { return at_; }
   std::uint64_t left() const { return end_ - at_; }
 
@@ -349,17 +352,26 @@ TensorInfo read_tensor(HeaderReader& in, std::uint64_t index) {
     in.refuse("its size in bytes does not fit 64 bits");
   }
   tensor.offset = in.read<std::uint64_t>("offset");
+  if (tensor.bytes > in.file_size() || tensor.offset > in.file_size() - tensor.bytes) {
+    in.refuse(
+        "{} bytes at offset {} of the tensor data, but the whole file has {} (a partial "
+        "download? fetch it again)",
+        tensor.bytes, tensor.offset, in.file_size());
+  }
   return tensor;
 }
 
 // Places tensors in the file: each is aligned, lies inside, and begins where the one before it ends
 // (with padding to the alignment), so that no byte belongs to two tensors.
-void place_tensors(HeaderReader& in, std::uint64_t file_size, GgufHeader& header) {
+void place_tensors(HeaderReader& in, GgufHeader& header) {
   std::vector<std::uint32_t> order(header.tensors.size());
   std::iota(order.begin(), order.end(), 0U);
-  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+  const auto before = [&](std::uint32_t a, std::uint32_t b) {
     return header.tensors[a].offset < header.tensors[b].offset;
-  });
+  };
+  if (!std::is_sorted(order.begin(), order.end(), before)) {
+    std::sort(order.begin(), order.end(), before);
+  }
   const std::uint64_t mask = header.alignment - 1;
   header.data_offset = (in.position() + mask) & ~mask;  // both small: cannot wrap
   std::uint64_t expected = 0;                           // from data_offset
@@ -369,7 +381,8 @@ void place_tensors(HeaderReader& in, std::uint64_t file_size, GgufHeader& header
     if ((tensor.offset & mask) != 0) {
       in.refuse("offset {} is not a multiple of the alignment {}", tensor.offset, header.alignment);
     }
-    const std::uint64_t space = file_size > header.data_offset ? file_size - header.data_offset : 0;
+    const std::uint64_t space =
+        in.file_size() > header.data_offset ? in.file_size() - header.data_offset : 0;
     if (tensor.offset > space || tensor.bytes > space - tensor.offset) {
       in.refuse(
           "{} bytes at offset {} of the tensor data, but the file has {} (a partial download? "
@@ -408,8 +421,8 @@ GgufHeader parse_gguf(std::span<const std::byte> file, std::string_view where) {
   in.check_count(tensors, 8 + 1 + 4 + 8 + 4 + 8, "tensors");
   header.tensors.reserve(tensors);
   for (std::uint64_t i = 0; i < tensors; ++i) header.tensors.push_back(read_tensor(in, i));
-  index_by_name(header.tensors, where);  // refuses duplicates
-  place_tensors(in, file.size(), header);
+  place_tensors(in, header);
+  NameIndex(header.tensors, where);  // refuses duplicates
   return header;
 }
 

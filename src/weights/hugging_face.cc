@@ -79,28 +79,31 @@ void add_file(const fs::path& path, Checkpoint::Parts& parts) {
   parts.files.push_back(std::move(file));
 }
 
-// The index and the shards must list the same tensors.
+// The index (sorted by tensor) and the shards must list the same tensors.
 void check_against_index(const std::vector<std::pair<std::string, std::string>>& index,
                          const Checkpoint::Parts& parts) {
-  const std::vector<std::uint32_t> order = index_by_name(parts.tensors, "shards");
-  auto listed = index.begin();
-  for (const std::uint32_t i : order) {
-    const TensorInfo& tensor = parts.tensors[i];
-    const std::string shard = file_name(parts.files[tensor.file].path());
-    if (listed == index.end() || tensor.name < listed->first) {
-      fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is not listed in {}", shard,
-           printable(tensor.name), kIndex);
+  const NameIndex names(parts.tensors, "shards");
+  for (const auto& [name, file] : index) {
+    const TensorInfo* tensor = names.find(parts.tensors, name);
+    if (!tensor) {
+      fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is listed in '{}', but is not there", kIndex,
+           printable(name), printable(file));
     }
-    if (listed->first != tensor.name) break;
-    if (listed->second != shard) {
+    const std::string found = file_name(parts.files[tensor->file].path());
+    if (found != file) {
       fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is listed in '{}', but found in '{}'", kIndex,
-           printable(tensor.name), printable(listed->second), shard);
+           printable(name), printable(file), found);
     }
-    ++listed;
   }
-  if (listed != index.end()) {
-    fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is listed in '{}', but is not there", kIndex,
-         printable(listed->first), printable(listed->second));
+  if (index.size() == parts.tensors.size()) return;
+  for (const TensorInfo& tensor : parts.tensors) {
+    const auto listed = std::lower_bound(
+        index.begin(), index.end(), tensor.name,
+        [](const auto& entry, const std::string& name) { return entry.first < name; });
+    if (listed == index.end() || listed->first != tensor.name) {
+      fail(ErrorCode::kInvalidModel, "{}: tensor '{}' is not listed in {}",
+           file_name(parts.files[tensor.file].path()), printable(tensor.name), kIndex);
+    }
   }
 }
 

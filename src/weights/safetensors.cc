@@ -369,11 +369,14 @@ void check_coverage(const std::vector<TensorInfo>& tensors, std::uint64_t data_s
                     std::string_view where) {
   std::vector<std::uint32_t> order(tensors.size());
   std::iota(order.begin(), order.end(), 0U);
-  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+  const auto before = [&](std::uint32_t a, std::uint32_t b) {
     const TensorInfo& x = tensors[a];
     const TensorInfo& y = tensors[b];
     return x.offset != y.offset ? x.offset < y.offset : x.bytes < y.bytes;
-  });
+  };
+  if (!std::is_sorted(order.begin(), order.end(), before)) {
+    std::sort(order.begin(), order.end(), before);
+  }
   std::uint64_t expected = 0;
   for (const std::uint32_t i : order) {
     const TensorInfo& t = tensors[i];
@@ -421,7 +424,7 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, std::string
   header.data_offset = sizeof(std::uint64_t) + text.size();
   header.tensors = std::move(handler.tensors);
   check_coverage(header.tensors, file.size() - header.data_offset, where);
-  index_by_name(header.tensors, where);  // refuses duplicates
+  NameIndex(header.tensors, where);  // refuses duplicates
   for (TensorInfo& tensor : header.tensors) tensor.offset += header.data_offset;
   return header;
 }

@@ -151,8 +151,9 @@ TEST(CheckpointAttack, IndexAndShardsDisagree) {
       HasSubstr("tensor 'b' is listed in 's-00001-of-00002.safetensors', but is not there"));
   EXPECT_THAT(with(R"({"b":"s-00001-of-00002.safetensors","a":"s-00002-of-00002.safetensors"})"),
               HasSubstr("tensor 'a' is listed in 's-00002-of-00002.safetensors', but found in"));
-  EXPECT_THAT(with(R"({"a":"s-00001-of-00002.safetensors","c":"s-00002-of-00002.safetensors"})"),
-              HasSubstr("s-00002-of-00002.safetensors: tensor 'b' is not listed"));
+  EXPECT_THAT(
+      with(R"({"a":"s-00001-of-00002.safetensors","c":"s-00002-of-00002.safetensors"})"),
+      HasSubstr("tensor 'c' is listed in 's-00002-of-00002.safetensors', but is not there"));
   EXPECT_THAT(with(R"({"a":"s-00001-of-00002.safetensors","b":"s-00002-of-00002.safetensors",
                        "z":"s-00002-of-00002.safetensors"})"),
               HasSubstr("tensor 'z' is listed"));
@@ -160,6 +161,19 @@ TEST(CheckpointAttack, IndexAndShardsDisagree) {
       with(R"({"a":"s-00001-of-00002.safetensors","b":"gone.safetensors"})", ErrorCode::kNotFound),
       HasSubstr("gone.safetensors: cannot open"));
   EXPECT_THAT(with(R"({"a":"../s-00001-of-00002.safetensors"})"), HasSubstr("is not the name of"));
+}
+
+TEST(CheckpointAttack, TensorThatTheIndexDoesNotList) {
+  const TempFolder folder;
+  write_shards(folder);
+  folder.write("model.safetensors.index.json",
+               R"({"weight_map":{"a":"s-00001-of-00002.safetensors"}})");
+  folder.write("s-00001-of-00002.safetensors",
+               one_tensor(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+                              "x":{"dtype":"U8","shape":[1],"data_offsets":[8,9]}})",
+                          9));
+  EXPECT_THAT(open_error(folder.path(), ErrorCode::kInvalidModel),
+              HasSubstr("s-00001-of-00002.safetensors: tensor 'x' is not listed in model"));
 }
 
 TEST(CheckpointAttack, SameTensorInTwoShards) {
