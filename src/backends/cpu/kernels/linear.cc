@@ -27,8 +27,7 @@ ActivationKind activation_kind(DType weight, Isa isa) {
 std::size_t activation_bytes(ActivationKind kind, int tokens, int cols) {
   const std::size_t stored = static_cast<std::size_t>(stored_tokens(tokens));
   if (kind == ActivationKind::kInt8) {
-    const std::size_t record = tokens >= kAmxTokens ? kTileBlock / kTileTokens : kActRecord;
-    return stored * static_cast<std::size_t>(blocks_of(cols)) * record;
+    return stored * static_cast<std::size_t>(blocks_of(cols)) * kActRecord;
   }
   return stored * static_cast<std::size_t>(padded_cols(cols)) *
          (kind == ActivationKind::kF32 ? 4U : 2U);
@@ -44,7 +43,6 @@ void prepare_activations(ActivationKind kind, Isa isa, const float* x, std::ptrd
   if (kind == ActivationKind::kBf16) return prepare_bf16(call);
   PIANOLA_CHECK(cols % kBlock == 0, "{} columns are not whole blocks of {}", cols, kBlock);
 #if defined(__x86_64__)
-  if (isa >= Isa::kAmx && tokens >= kAmxTokens) return prepare_tiles_avx512(call);
   if (isa >= Isa::kAvx512) return prepare_int8_avx512(call);
   if (isa == Isa::kAvx2) return prepare_int8_avx2(call);
 #endif
@@ -54,7 +52,7 @@ void prepare_activations(ActivationKind kind, Isa isa, const float* x, std::ptrd
 std::size_t linear_scratch_bytes(DType dtype, Isa isa, int tokens, int cols) {
   if (!is_quantized(dtype) || isa < Isa::kAmx || tokens < kAmxTokens) return 0;
   return static_cast<std::size_t>(expanded_panels(cols / kBlock)) *
-         static_cast<std::size_t>(cols / kBlock) * kTileBlock;
+         static_cast<std::size_t>(cols / kBlock) * kExpandedBlock;
 }
 
 void linear(const PackedWeight& weight, const void* activations, int tokens, int row_begin,

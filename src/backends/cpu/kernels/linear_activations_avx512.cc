@@ -51,12 +51,6 @@ void store_block(const Quantized& block, Byte* q, Byte* meta, std::ptrdiff_t str
   __builtin_memcpy(meta + 3 * stride, &h, 4);
 }
 
-// 16 small integers as bfloat16, each four in the order 0, 2, 1, 3.
-__m256i to_bf16(__m512i values) {
-  const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(values));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_shuffle_epi32(bits, _MM_PERM_DBCA), 16));
-}
-
 }  // namespace
 
 void prepare_int8_avx512(const PrepareCall& call) {
@@ -74,28 +68,6 @@ void prepare_int8_avx512(const PrepareCall& call) {
     for (int b = 0; b < blocks; ++b, out += record) {
       const float* x = token < call.tokens ? call.x + token * call.ldx + b * kBlock : zeros;
       store_block(quantize(x), out + at * kBlock, out + width * kBlock + at * 4, width * 4);
-    }
-  }
-}
-
-void prepare_tiles_avx512(const PrepareCall& call) {
-  const int blocks = call.cols / kBlock;
-  const bool pad = call.token_end == call.tokens;
-  const int end =
-      pad ? (call.tokens + kTileTokens - 1) / kTileTokens * kTileTokens : call.token_end;
-  alignas(64) const float zeros[kBlock] = {};
-  for (int token = call.token_begin; token < end; ++token) {
-    const int at = token % kTileTokens;
-    Byte* out = call.out + static_cast<std::ptrdiff_t>(token / kTileTokens) * blocks * kTileBlock;
-    for (int b = 0; b < blocks; ++b, out += kTileBlock) {
-      const Quantized block =
-          quantize(token < call.tokens ? call.x + token * call.ldx + b * kBlock : zeros);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64 * at), to_bf16(block.first));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64 * at + 32), to_bf16(block.second));
-      const std::int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(block.first, block.second));
-      const float s = block.d * static_cast<float>(sum);
-      __builtin_memcpy(out + 1024 + 4 * at, &block.d, 4);
-      __builtin_memcpy(out + 1088 + 4 * at, &s, 4);
     }
   }
 }

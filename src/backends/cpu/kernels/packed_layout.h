@@ -21,8 +21,6 @@
 //   one block: q[width][32] int8, d[width] f32, s[width] f32, n[width] i32, h[width] i32, where
 //   x ≈ d * q, s = d * sum(q), n = -sum(q) and h = -sum(first 16 of q). kF32: [k][width].
 //   kBf16: [k / 2][width][2]. The unused tokens of the last tile are zeros.
-//   For the tile kernels kInt8 is instead, a block of 16 tokens: q[16][32] as bfloat16 (exact, each
-//   four values in the order 0, 2, 1, 3), d[16] f32, s[16] f32.
 //
 // The per-ISA files are compiled with different flags, so everything here is a constant, plain data
 // or `static`: an inline function shared between them could be linked from the wrong one.
@@ -38,9 +36,10 @@ namespace pianola::cpu {
 constexpr int kBlock = 32;       // values of k in a block
 constexpr int kChunkBlocks = 8;  // blocks in a chunk
 constexpr int kTileTokens = 16;
-constexpr int kFloatStep = 8;     // float panels are padded to this many k
-constexpr int kActRecord = 48;    // bytes of one block of one token
-constexpr int kTileBlock = 1152;  // bytes of a block in the form of the tile kernels
+constexpr int kFloatStep = 8;   // float panels are padded to this many k
+constexpr int kActRecord = 48;  // bytes of one block of one token
+// Bytes of a block expanded for the tiles: 8 words of int8, then d[16] and m[16] as f32.
+constexpr int kExpandedBlock = 640;
 
 // Facts about a block type's packed form.
 struct PackedFormat {
@@ -126,10 +125,10 @@ struct PrepareCall {
 // Tokens from which the tiles win over VNNI.
 constexpr int kAmxTokens = kTileTokens;
 
-// Panels that the tile path expands at a time: about a megabyte, so that they and the activations
-// of some tokens stay in the second-level cache. Even, because panels go in pairs.
+// Panels that the tile path expands at a time: about half a megabyte, so that they and the
+// activations of some tokens stay in the second-level cache. Even, because panels go in pairs.
 static constexpr int expanded_panels(int blocks) {
-  const int fit = (1 << 20) / (blocks * kTileBlock) / 2 * 2;
+  const int fit = (512 << 10) / (blocks * kExpandedBlock) / 2 * 2;
   return fit < 2 ? 2 : (fit > 16 ? 16 : fit);
 }
 
@@ -144,6 +143,5 @@ void prepare_bf16(const PrepareCall& call);
 void prepare_int8_portable(const PrepareCall& call);
 void prepare_int8_avx2(const PrepareCall& call);
 void prepare_int8_avx512(const PrepareCall& call);
-void prepare_tiles_avx512(const PrepareCall& call);  // for linear_amx
 
 }  // namespace pianola::cpu
