@@ -165,9 +165,11 @@ class HeaderHandler {
     return refuse(fmt::format("unknown dtype '{}'", printable(name)), ec);
   }
 
-  bool on_int64(std::int64_t value, json::string_view, json::error_code& ec) {
+  bool on_int64(std::int64_t value, json::string_view text, json::error_code& ec) {
     if (!in_array_) return refuse_value("a number", ec);
-    if (value < 0) return refuse(fmt::format("{} {} is negative", field(), value), ec);
+    if (value < 0 || text.starts_with('-')) {  // -0, too: other readers take it for a float
+      return refuse(fmt::format("{} {} is negative", field(), std::string_view(text)), ec);
+    }
     if (numbers_ == Shape::kMaxRank) {
       return refuse(fmt::format("{} has more than {} entries", field(), Shape::kMaxRank), ec);
     }

@@ -138,6 +138,7 @@ TEST(SafetensorsAttack, EntriesOfWrongForm) {
   EXPECT_THAT(with(R"({"shape":[[2]]})"), HasSubstr("found an array"));
   EXPECT_THAT(with(R"({"shape":[null]})"), HasSubstr("found null"));
   EXPECT_THAT(with(R"({"shape":[-1]})"), HasSubstr("shape entry -1 is negative"));
+  EXPECT_THAT(with(R"({"shape":[-0]})"), HasSubstr("shape entry -0 is negative"));
   EXPECT_THAT(with(R"({"shape":[18446744073709551615]})"), HasSubstr("above 2^63 - 1"));
   EXPECT_THAT(with(R"({"shape":[1,1,1,1,1,1,1,1,1]})"), HasSubstr("more than 8 entries"));
   EXPECT_THAT(with(R"({"data_offsets":[0]})"), HasSubstr("must be [begin, end]"));
