@@ -1,0 +1,139 @@
+// Reads the goldens below tests/models: what transformers computes with tiny checkpoints.
+//
+//   for (const ModelGolden& golden : read_all_goldens()) {
+//     golden.rows[0].tokens;                 // ids of the first row
+//     golden.rows[0].logits(3);              // [vocab_size] after tokens 0..3
+//     golden.files;                          // every form of the checkpoint: folders and GGUF
+//     files
+//   }
+//
+// Format, written by tools/golden/make_checkpoints.py: golden.json holds the rows' tokens and the
+// names of everything else; logits.f32 is little-endian float32 [tokens of all rows, vocab_size].
+// A case may take the weights of another ("weights_from"): it has only a config.json of its own.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/json_reader.h"
+#include "base/mapped_file.h"
+
+namespace pianola {
+
+struct GoldenRow {
+  std::vector<std::int32_t> tokens;
+  std::vector<float> values;  // [tokens, vocab_size]
+
+  std::span<const float> logits(std::size_t position) const {
+    const std::size_t vocab = values.size() / tokens.size();
+    return std::span(values).subspan(position * vocab, vocab);
+  }
+};
+
+struct GoldenFile {
+  std::string form;            // "hf", "f32", "f16", "q8_0", ...
+  std::filesystem::path path;  // a GGUF file, or a folder that holds config.json
+  // The folder to take everything but config.json from; empty when `path` is complete.
+  std::filesystem::path weights_from;
+};
+
+struct ModelGolden {
+  std::string name;  // "llama/yarn"
+  std::int64_t vocab_size = 0;
+  int max_seq_len = 0;
+  std::vector<GoldenRow> rows;
+  std::vector<GoldenFile> files;
+};
+
+inline std::filesystem::path golden_folder() {
+  return std::filesystem::path(PIANOLA_SOURCE_DIR) / "tests" / "models";
+}
+
+inline std::vector<float> read_floats(const std::filesystem::path& path) {
+  const std::string bytes = read_text_file(path, std::size_t{64} << 20);
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
+  return values;
+}
+
+inline std::vector<std::int32_t> read_ids(const boost::json::value& value) {
+  std::vector<std::int32_t> ids;
+  for (const boost::json::value& id : value.as_array()) ids.push_back(id.to_number<std::int32_t>());
+  return ids;
+}
+
+inline ModelGolden read_golden(const std::filesystem::path& folder) {
+  const std::filesystem::path path = folder / "golden.json";
+  const boost::json::value root = parse_json(read_text_file(path, 1 << 20), path.string());
+  ModelGolden golden;
+  golden.name = root.at("case").as_string();
+  golden.vocab_size = root.at("vocab_size").as_int64();
+  golden.max_seq_len = root.at("max_seq_len").to_number<int>();
+  const std::vector<float> logits = read_floats(folder / root.at("logits").as_string().c_str());
+  auto next = logits.begin();
+  for (const boost::json::value& ids : root.at("rows").as_array()) {
+    GoldenRow& row = golden.rows.emplace_back();
+    row.tokens = read_ids(ids);
+    const auto size = static_cast<std::ptrdiff_t>(row.tokens.size()) * golden.vocab_size;
+    row.values.assign(next, next + size);
+    next += size;
+  }
+  if (root.at("hf").as_bool()) {
+    GoldenFile& file = golden.files.emplace_back(GoldenFile{"hf", folder / "hf", {}});
+    const boost::json::value& other = root.at("weights_from");
+    if (other.is_string()) file.weights_from = golden_folder() / other.as_string().c_str() / "hf";
+  }
+  for (const boost::json::value& name : root.at("gguf").as_array()) {
+    const std::filesystem::path file = folder / name.as_string().c_str();
+    golden.files.push_back({file.stem().string(), file, {}});
+  }
+  return golden;
+}
+
+// All of them, by name.
+inline std::vector<ModelGolden> read_all_goldens() {
+  std::vector<ModelGolden> goldens;
+  for (const char* name :
+       {"llama/untied", "llama/tied", "llama/bias", "llama/linear", "llama/dynamic", "llama/yarn",
+        "llama/llama3", "llama/q4", "llama/smollm2", "mistral/full", "qwen2/tied", "qwen3/tied"}) {
+    goldens.push_back(read_golden(golden_folder() / name));
+  }
+  return goldens;
+}
+
+// A path that can be opened: the file itself, or a folder below `scratch` put together from two.
+inline std::filesystem::path prepare_golden_file(const GoldenFile& file,
+                                                 const std::filesystem::path& scratch) {
+  if (file.weights_from.empty()) return file.path;
+  std::filesystem::create_directories(scratch);
+  const auto replace = std::filesystem::copy_options::overwrite_existing;
+  for (const auto& entry : std::filesystem::directory_iterator(file.weights_from)) {
+    std::filesystem::copy_file(entry.path(), scratch / entry.path().filename(), replace);
+  }
+  std::filesystem::copy_file(file.path / "config.json", scratch / "config.json", replace);
+  return scratch;
+}
+
+// log softmax of logits, at one place.
+inline double log_probability(std::span<const float> logits, std::int32_t token) {
+  double largest = -INFINITY;
+  for (const float logit : logits) largest = std::fmax(largest, logit);
+  double sum = 0;
+  for (const float logit : logits) sum += std::exp(logit - largest);
+  return logits[static_cast<std::size_t>(token)] - largest - std::log(sum);
+}
+
+inline std::int32_t best_token(std::span<const float> logits) {
+  std::size_t best = 0;
+  for (std::size_t i = 1; i < logits.size(); ++i) {
+    if (logits[i] > logits[best]) best = i;
+  }
+  return static_cast<std::int32_t>(best);
+}
+
+}  // namespace pianola
