@@ -32,6 +32,7 @@ struct PlanTables {
 
 // Every address a Program may touch.
 struct Binding {
+  PlanTables tables;  // that the Plan was recorded against
   std::span<const BoundWeight> weights;
   std::span<const LayerCacheView> caches;
   StepState state;

@@ -1,6 +1,7 @@
 #include <fmt/ranges.h>
 
 #include "backends/backend.h"
+#include "backends/cpu/cpu_backend.h"
 #include "backends/reference/reference_backend.h"
 #include "base/check.h"
 
@@ -9,6 +10,7 @@ namespace pianola {
 std::vector<std::string> backend_names() { return {"cpu", "reference"}; }
 
 std::unique_ptr<Backend> make_backend(std::string_view name, const BackendOptions& options) {
+  if (name == "cpu") return std::make_unique<cpu::CpuBackend>(options);
   if (name == "reference") return std::make_unique<reference::ReferenceBackend>(options);
   fail(ErrorCode::kInvalidArgument, "backend '{}' is not known; there are: {}", name,
        fmt::join(backend_names(), ", "));

@@ -59,12 +59,14 @@ void Engine::Impl::bind() {
   for (int layer = 0; layer < static_cast<int>(layout.tables().caches.size()); ++layer) {
     caches.push_back(layout.cache().layer(layer));
   }
-  const Binding binding{.weights = layout.weights().bound(),
-                        .caches = caches,
-                        .state = state,
-                        .workspace = work_memory->data(),
-                        .scratch = work_memory->data() + layout.workspace_bytes(),
-                        .scratch_bytes = layout.scratch_bytes()};
+  const Binding binding{
+      .tables = {layout.tables().weights, layout.tables().caches, layout.cache().layout().shape()},
+      .weights = layout.weights().bound(),
+      .caches = caches,
+      .state = state,
+      .workspace = work_memory->data(),
+      .scratch = work_memory->data() + layout.workspace_bytes(),
+      .scratch_bytes = layout.scratch_bytes()};
   programs = std::make_unique<ProgramCache>(layout.plans(), *backend, binding);
 
   StepLimits limits{.rows = options.slots, .max_seq_len = options.max_seq_len};

@@ -1,0 +1,85 @@
+// A Plan on the CPU: a flat program that every worker walks from the first op to the last, meeting
+// the others at a barrier where one op's output is another worker's input.
+#pragma once
+
+#include "backends/backend.h"
+#include "backends/cpu/cpu_scratch.h"
+#include "backends/cpu/isa.h"
+#include "backends/cpu/kernels/attention.h"
+#include "backends/cpu/kernels/elementwise.h"
+#include "backends/cpu/kernels/linear.h"
+#include "base/thread_pool.h"
+
+namespace pianola::cpu {
+
+class CpuProgram final : public Program {
+ public:
+  CpuProgram(const Plan& plan, const Binding& binding, Isa isa, ThreadPool& pool);
+
+  void replay() override;
+  RunResult run(int max_rounds) override;
+  std::uint64_t address_certificate() const override { return bound_.address_certificate(); }
+
+ private:
+  // One worker's place in the pool.
+  struct Worker {
+    int index = 0;
+    int count = 1;
+  };
+  struct Range {
+    int begin = 0;
+    int end = 0;
+  };
+  // Prepared activations by ActivationKind; null for a kind that nobody asked for.
+  struct Prepared {
+    std::array<const void*, 3> of_kind = {};
+    int tokens = 0;
+  };
+
+  void begin_step(Worker w);
+  void execute(const EmbedOp& op, Worker w);
+  void execute(const NormOp& op, Worker w);
+  void execute(const LinearOp& op, Worker w);
+  void execute(const QkvOp& op, Worker w);
+  void execute(const AttentionOp& op, Worker w);
+  void execute(const GatedMlpOp& op, Worker w);
+  void execute(const LmHeadOp& op, Worker w);
+  void execute(const ScoreOp& op, Worker w);
+  void execute(const SampleOp& op, Worker w);
+  void execute(const AdvanceOp& op, Worker w);
+
+  // Normalises (when `norm` is not null) and prepares `tokens` rows of `cols` floats, row(i) each,
+  // for every matrix of `readers`. Small steps are prepared by each worker for itself; larger ones
+  // are shared, and end with a barrier.
+  template <typename Row>
+  Prepared prepare(Worker w, int tokens, int cols, Row row, const RmsNorm* norm,
+                   std::initializer_list<WeightId> readers);
+  // Rows [range) of y = W x for all prepared tokens.
+  void multiply(Worker w, WeightId weight, const Prepared& x, Range rows, float* y,
+                std::int64_t ldy, LinearWrite write = LinearWrite::kStore);
+  // This worker's rows of out = W x + bias + residual.
+  void project(Worker w, WeightId weight, WeightId bias, const Prepared& x, const float* residual,
+               float* out);
+  // Bias, head norms and rope of the tokens in `range`.
+  void finish_heads(const QkvOp& op, Range range);
+
+  PackedWeight packed(WeightId id) const;
+  KvCache kv_cache(CacheId id) const;
+  AttentionArgs attention_args(const AttentionOp& op) const;
+  int tokens() const { return bound_.state().counts->tokens; }
+  template <typename T>
+  T* scratch(std::size_t offset) const {
+    return reinterpret_cast<T*>(bound_.scratch() + offset);
+  }
+  static Range share(int n, Worker w);
+
+  BoundPlan bound_;
+  Isa isa_;
+  const Elementwise& f_;
+  ThreadPool& pool_;
+  CpuScratch layout_;
+  int widest_ = 0;              // floats of one row of `normed`
+  const QkvOp* qkv_ = nullptr;  // any one: the rope table is made for all of them
+};
+
+}  // namespace pianola::cpu

@@ -1,0 +1,123 @@
+#include "backends/cpu/cpu_scratch.h"
+
+#include <algorithm>
+
+#include "backends/cpu/kernels/attention.h"
+#include "backends/cpu/kernels/linear.h"
+#include "backends/reference/ops.h"
+#include "tensor/arena.h"
+
+namespace pianola::cpu {
+namespace {
+
+// The largest need of each kind over the ops of a Plan.
+struct Needs {
+  const Plan& plan;
+  const PlanTables& tables;
+  Isa isa;
+  int workers;
+
+  std::int64_t widest_input = 0;
+  std::int64_t rope_half = 0;
+  std::int64_t kv_width = 0;
+  std::int64_t ff = 0;
+  std::int64_t score_vocab = 0;
+  std::size_t activation_bytes = 0;
+  std::size_t own_activation_bytes = 0;
+  std::size_t linear_bytes = 0;
+  std::size_t attention_bytes = 0;
+  std::size_t sample_bytes = 0;
+
+  int tokens() const { return plan.shape.tokens; }
+  const WeightDecl& decl(WeightId id) const {
+    return tables.weights[static_cast<std::size_t>(id.index)];
+  }
+
+  void matrix(WeightId id) {
+    const WeightDecl& w = decl(id);
+    const int cols = static_cast<int>(w.cols);
+    const ActivationKind kind = activation_kind(w.dtype, isa);
+    widest_input = std::max(widest_input, w.cols);
+    activation_bytes = std::max(activation_bytes, cpu::activation_bytes(kind, tokens(), cols));
+    own_activation_bytes =
+        std::max(own_activation_bytes, cpu::activation_bytes(kind, kOwnTokens, cols));
+    for (const int n : {1, tokens()}) {
+      linear_bytes = std::max(linear_bytes, linear_scratch_bytes(w.dtype, isa, n, cols));
+    }
+  }
+
+  void operator()(const EmbedOp&) {}
+  void operator()(const NormOp&) {}
+  void operator()(const LinearOp& op) { matrix(op.weight); }
+  void operator()(const QkvOp& op) {
+    matrix(op.q);
+    matrix(op.k);
+    matrix(op.v);
+    kv_width = std::max({kv_width, decl(op.k).rows, decl(op.v).rows});
+    rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
+  }
+  void operator()(const AttentionOp& op) {
+    const FullAttentionSpec& kv = tables.caches[static_cast<std::size_t>(op.cache.index)];
+    const KvCache cache{.dtype = tables.cache_shape.dtype,
+                        .capacity = tables.cache_shape.capacity,
+                        .kv_heads = kv.kv_heads,
+                        .head_dim = kv.key_dim};
+    for (int n = 1; n <= tokens(); ++n) {  // small steps may need more: they split positions
+      attention_bytes =
+          std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, n, workers));
+      if (n == 64) n = tokens() - 1;
+    }
+  }
+  void operator()(const GatedMlpOp& op) {
+    matrix(op.gate);
+    matrix(op.up);
+    matrix(op.down);
+    ff = std::max(ff, decl(op.gate).rows);
+  }
+  void operator()(const LmHeadOp& op) { matrix(op.weight); }
+  void operator()(const ScoreOp& op) {
+    matrix(op.weight);
+    score_vocab = std::max(score_vocab, decl(op.weight).rows);
+  }
+  void operator()(const SampleOp& op) {
+    sample_bytes = reference::sample_scratch_bytes(plan.buffer(op.logits).width);
+  }
+  void operator()(const AdvanceOp&) {}
+};
+
+}  // namespace
+
+CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa, int workers) {
+  Needs needs{plan, tables, isa, workers};
+  for (const Op& op : plan.ops) std::visit(needs, op);
+
+  const auto tokens = static_cast<std::size_t>(plan.shape.tokens);
+  const auto count = static_cast<std::size_t>(workers);
+  const auto floats = [](std::int64_t n) { return static_cast<std::size_t>(n) * sizeof(float); };
+  const auto aligned = [](std::size_t n) {
+    return (n + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+  };
+  CpuScratch s;
+  Arena arena;
+  s.slots = arena.reserve(tokens * sizeof(std::int32_t));
+  s.rope = arena.reserve(tokens * 2 * floats(needs.rope_half));
+  s.normed = arena.reserve(std::max(tokens, kOwnTokens * count) * floats(needs.widest_input));
+  s.activation_bytes = aligned(needs.activation_bytes);
+  s.activations = arena.reserve(3 * s.activation_bytes);
+  s.own_activation_bytes = aligned(needs.own_activation_bytes);
+  s.own_activations = arena.reserve(3 * count * s.own_activation_bytes);
+  s.keys = arena.reserve(tokens * floats(needs.kv_width));
+  s.values = arena.reserve(tokens * floats(needs.kv_width));
+  s.gate = arena.reserve(tokens * floats(needs.ff));
+  s.up = arena.reserve(tokens * floats(needs.ff));
+  s.logits = arena.reserve(kScoreTile * floats(needs.score_vocab));
+  s.sample_bytes = aligned(needs.sample_bytes);
+  s.sample = arena.reserve(count * s.sample_bytes);
+  s.attention = arena.reserve(needs.attention_bytes);
+  s.linear_bytes = aligned(needs.linear_bytes);
+  s.linear = arena.reserve(count * s.linear_bytes);
+  s.bytes = arena.size();
+  return s;
+}
+
+}  // namespace pianola::cpu
