@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/utf8.h"
+#include "tokenizer/unicode_class.h"
 #include "tokenizer/vocabulary.h"
 
 namespace pianola {
@@ -19,6 +20,24 @@ constexpr std::size_t kMaxPrepend = 64;
 bool is_ascii(std::string_view text) {
   return std::all_of(text.begin(), text.end(),
                      [](char c) { return static_cast<unsigned char>(c) < 0x80; });
+}
+
+// Blocks with compositions that are younger than the reference's NFC tables (Unicode 12).
+constexpr unicode::ClassRange kYoungBlocks[] = {{0x105C0, 0x105FF, 0},
+                                                {0x11380, 0x113FF, 0},
+                                                {0x11900, 0x1195F, 0},
+                                                {0x16100, 0x1613F, 0},
+                                                {0x16D40, 0x16D7F, 0}};
+
+// Whether the reference knows no decomposition, composition or order of this character, though the
+// library here may: it then stands still, and nothing moves across it.
+bool is_inert_for_reference(char32_t c) {
+  if (c < 0x300) return false;
+  for (const unicode::ClassRange& block : kYoungBlocks) {
+    if (c >= block.first && c <= block.last) return true;
+  }
+  return (unicode::classes_of(c) & unicode::kMark) == 0 &&
+         utf8proc_get_property(static_cast<utf8proc_int32_t>(c))->combining_class != 0;
 }
 
 // NFC of text that is valid UTF-8.
@@ -41,7 +60,7 @@ std::string nfc(std::string_view text) {
   for (std::size_t at = 0; at < text.size();) {
     const Utf8Char c = decode_utf8(text.substr(at));
     const auto length = static_cast<std::size_t>(c.length);
-    if (!c.valid) {
+    if (!c.valid || is_inert_for_reference(c.code_point)) {
       append_nfc(text.substr(begin, at - begin), out);
       out.append(text.substr(at, length));
       begin = at + length;

@@ -15,13 +15,14 @@ inline constexpr std::uint8_t kNumber = 2;
 inline constexpr std::uint8_t kSpace = 4;
 inline constexpr std::uint8_t kWord = 8;
 inline constexpr std::uint8_t kDigit = 16;  // what the Digits pre-tokenizer splits off
+inline constexpr std::uint8_t kMark = 32;   // reordered by the reference's NFC
 
 struct ClassRange {
   char32_t first;
   char32_t last;
   std::uint8_t classes;
 };
-inline constexpr int kClassRangeCount = 1176;
+inline constexpr int kClassRangeCount = 1269;
 extern const ClassRange kClassRanges[kClassRangeCount];  // ascending, disjoint
 
 // One byte for each code point, [0x110000]; built on first use.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes src/tokenizer/unicode_ranges.cc: which code points are letters, numbers, spaces and word
-characters, as the `tokenizers` wheel sees them.
+"""Writes src/tokenizer/unicode_ranges.cc: which code points are letters, numbers, spaces and word characters,
+as the `tokenizers` wheel sees them, and which marks its NFC reorders.
 
-The wheel mixes three Unicode versions (its regex engine, Rust's char methods, Rust's regex crate),
+The wheel mixes four Unicode versions (regex engine, Rust's char methods, Rust's regex crate, NFC),
 and token ids depend on them, so the classes are asked of the wheel itself.
 
     python tools/golden/tokenizer_unicode.py src/tokenizer/unicode_ranges.cc
@@ -11,9 +11,9 @@ and token ids depend on them, so the classes are asked of the wheel itself.
 import sys
 
 import tokenizers
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-LETTER, NUMBER, SPACE, WORD, DIGIT = 1, 2, 4, 8, 16
+LETTER, NUMBER, SPACE, WORD, DIGIT, MARK = 1, 2, 4, 8, 16, 32
 CODE_POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 
 
@@ -45,6 +45,12 @@ def word_characters():
     return {c for i, c in enumerate(CODE_POINTS) if i not in found}
 
 
+def marks():
+    # U+0345 has the highest combining class: every other mark moves in front of it.
+    normalize = normalizers.NFC().normalize_str
+    return {c for c in CODE_POINTS if normalize("\u0345" + chr(c))[-1] == "\u0345"}
+
+
 def main():
     classes = [0] * 0x110000
     for bit, members in (
@@ -53,6 +59,7 @@ def main():
         (SPACE, removed_by(pre_tokenizers.Split(Regex(r"\s"), "removed"))),
         (WORD, word_characters()),
         (DIGIT, digits()),
+        (MARK, marks()),
     ):
         print(f"class {bit}: {len(members)} code points", file=sys.stderr)
         for c in members:
@@ -77,7 +84,7 @@ def main():
         out.write(
             "// Written by tools/golden/tokenizer_unicode.py from the tokenizers wheel "
             f"{tokenizers.__version__}.\n"
-            "// Bits: 1 \\p{L}, 2 \\p{N}, 4 \\s, 8 \\w, 16 numeric for the Digits pre-tokenizer.\n"
+            "// Bits: 1 \\p{L}, 2 \\p{N}, 4 \\s, 8 \\w, 16 numeric for Digits, 32 a mark for NFC.\n"
             '#include "tokenizer/unicode_class.h"\n\nnamespace pianola::unicode {\n\n'
             "// clang-format off\n"
             f"const ClassRange kClassRanges[kClassRangeCount] = {{\n"
