@@ -47,6 +47,10 @@ PIANOLA_INLINE __m128i load_bytes(const Byte* p) {
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
 }
 
+PIANOLA_INLINE void prefetch_ahead(const Byte* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T1);
+}
+
 PIANOLA_INLINE __m256i broadcast_i32(const Byte* p) {
   std::int32_t value;
   __builtin_memcpy(&value, p, 4);
@@ -180,6 +184,7 @@ void block_panel(const Byte* panel, int blocks, const Tokens& tokens) {
     const Byte* part = panel + kFormat.header;
     const Byte* quants = panel + chunk_header_bytes(kFormat, n);
     for (int j = 0; j < n; ++j) {
+      for (int i = 0; i < kFormat.quants; i += 64) prefetch_ahead(quants + i);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         unpack_half<kType>(panel, part, quants, half, block);
@@ -228,6 +233,7 @@ void float_panel(const Byte* panel, int cols, const Tokens& tokens) {
   for (int k = 0; k < cols; k += 4, panel += 4 * kRows * kSize, x += 4 * step) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
+      if (i * kSize % 4 == 0) prefetch_ahead(panel + kRows * kSize * i);
       const __m256 value = broadcast_f32(x + i * step);
       acc[0][i] = _mm256_fmadd_ps(float_weights<kType>(panel, i, 0), value, acc[0][i]);
       acc[1][i] = _mm256_fmadd_ps(float_weights<kType>(panel, i, 1), value, acc[1][i]);

@@ -128,6 +128,7 @@ void float_panel(const Byte* panel, int cols, const Tokens& tokens) {
   for (int k = 0; k < cols; k += 4, panel += 4 * kRows * kSize, x += 4 * step) {
     __m512 w[4];
     float_weights<kType>(panel, w);
+    prefetch_ahead<4 * kRows * kSize>(panel);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
 #pragma GCC unroll 8

@@ -43,6 +43,7 @@ void panel_tokens(const Byte* panel, int cols, const Tokens& tokens) {
   for (int k = 0; k < cols; k += 8, panel += 256, x += 4 * step) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
+      _mm_prefetch(reinterpret_cast<const char*>(panel) + kPrefetchBytes + 64 * i, _MM_HINT_T1);
       const __m512bh w = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + 64 * i));
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {

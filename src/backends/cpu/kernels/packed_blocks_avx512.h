@@ -75,6 +75,15 @@ PIANOLA_INLINE void unpack_scales(const std::uint8_t* header, const std::uint8_t
   }
 }
 
+// Prefetches what lies kPrefetchBytes after the next kBytes.
+template <int kBytes>
+PIANOLA_INLINE void prefetch_ahead(const std::uint8_t* p) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kBytes; i += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes + i, _MM_HINT_T1);
+  }
+}
+
 // Calls visit(block) for every block of a panel in order.
 template <DType kType, typename Visit>
 PIANOLA_INLINE void for_each_block(const std::uint8_t* panel, int blocks, Visit visit) {
@@ -87,6 +96,7 @@ PIANOLA_INLINE void for_each_block(const std::uint8_t* panel, int blocks, Visit 
     for (int j = 0; j < n; ++j) {
       unpack_scales<kType>(panel, part, block);
       unpack_words<kFormat.bits>(quants, block.w);
+      prefetch_ahead<kFormat.quants>(quants);
       visit(block);
       part += kFormat.header_per_block;
       quants += kFormat.quants;
