@@ -62,11 +62,8 @@ struct Needs {
                         .capacity = tables.cache_shape.capacity,
                         .kv_heads = kv.kv_heads,
                         .head_dim = kv.key_dim};
-    for (int n = 1; n <= tokens(); ++n) {  // small steps may need more: they split positions
-      attention_bytes =
-          std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, n, workers));
-      if (n == 64) n = tokens() - 1;
-    }
+    attention_bytes =
+        std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, tokens(), workers));
   }
   void operator()(const GatedMlpOp& op) {
     matrix(op.gate);
