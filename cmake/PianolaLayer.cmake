@@ -81,7 +81,7 @@ function(pianola_test name)
   # Tests are listed when ctest starts, so that a build runs nothing that it made. Lists do not
   # survive the PROPERTIES argument: the labels are set by a script of their own.
   include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
     TEST_PREFIX ${name}. TEST_LIST ${name}_cases PROPERTIES TIMEOUT ${TEST_TIMEOUT})
   file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake @ONLY CONTENT
 "foreach(test IN LISTS @name@_cases)
