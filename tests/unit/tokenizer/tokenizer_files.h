@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -20,6 +21,11 @@
 #include "weights/gguf.h"
 
 namespace pianola::test {
+
+// Processor seconds since the program began: limits hold on a busy machine, too.
+inline double cpu_seconds() {
+  return static_cast<double>(std::clock()) / static_cast<double>(CLOCKS_PER_SEC);
+}
 
 inline std::filesystem::path cache_folder() {
   if (const char* cache = std::getenv("PIANOLA_CACHE")) return cache;
