@@ -136,12 +136,13 @@ class Engine {
   // Empty, and as good as new.
   void reset(int row);
 
-  // One round over every running row: one token of each row that decodes, and the next chunk of
-  // prompts, up to `chunk` tokens in all. The events are valid until the next call. An empty result
-  // with running rows means that only prompt chunks were computed.
-  std::span<const TokenEvent> step();
-  // Rounds until some row stops, a prompt is waiting, or max_rounds. The events of all rounds.
-  std::span<const TokenEvent> run(int max_rounds);
+  // One round: a token of each running row that decodes, and the next chunk of prompts, up to
+  // `chunk` tokens in all. `rows` limits it to some rows; empty means all. The events are valid
+  // until the next call. An empty result with running rows means that only prompts were computed.
+  std::span<const TokenEvent> step(std::span<const int> rows = {});
+  // Rounds until every one of the rows has stopped, or max_rounds; a single round while a prompt is
+  // queued. The events of all rounds, in order.
+  std::span<const TokenEvent> run(int max_rounds, std::span<const int> rows = {});
   // True while some row is running.
   bool has_work() const;
 

@@ -8,10 +8,10 @@
 namespace pianola {
 
 // The walk of one token: fill the tables, replay one Program, read what it produced.
-std::span<const TokenEvent> Engine::step() {
+std::span<const TokenEvent> Engine::step(std::span<const int> rows) {
   Impl& e = *impl_;
   e.events.clear();
-  e.fill_tables();
+  e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
   e.replay(StepVariant::kSample, 1);
   for (const Impl::Lane& lane : e.lanes) e.rows->computed(lane.row, lane.tokens);
@@ -20,11 +20,11 @@ std::span<const TokenEvent> Engine::step() {
 }
 
 // The same for many rounds at once: the tables of a decode step feed themselves.
-std::span<const TokenEvent> Engine::run(int max_rounds) {
+std::span<const TokenEvent> Engine::run(int max_rounds, std::span<const int> rows) {
   Impl& e = *impl_;
-  if (max_rounds <= 1 || !e.all_decode()) return step();
+  if (max_rounds <= 1 || !e.all_decode(rows)) return step(rows);
   e.events.clear();
-  e.fill_tables();
+  e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
   e.tables->set_feed(true);
   e.replay(StepVariant::kSample, max_rounds);
@@ -33,25 +33,37 @@ std::span<const TokenEvent> Engine::run(int max_rounds) {
   return e.events;
 }
 
-bool Engine::Impl::all_decode() const {
-  return std::all_of(rows->rows().begin(), rows->rows().end(),
-                     [](const RowTable::Row& row) { return !row.running() || row.pending() == 1; });
+namespace {
+
+bool is_wanted(std::span<const int> only, int row) {
+  return only.empty() || std::find(only.begin(), only.end(), row) != only.end();
 }
 
-void Engine::Impl::fill_tables() {
+}  // namespace
+
+bool Engine::Impl::all_decode(std::span<const int> only) const {
+  const auto all = rows->rows();
+  for (int row = 0; row < static_cast<int>(all.size()); ++row) {
+    const RowTable::Row& r = all[static_cast<std::size_t>(row)];
+    if (is_wanted(only, row) && r.running() && r.pending() != 1) return false;
+  }
+  return true;
+}
+
+void Engine::Impl::fill_tables(std::span<const int> only) {
   tables->clear();
   lanes.clear();
   const auto all = rows->rows();
   const int count = static_cast<int>(all.size());
   for (int row = 0; row < count; ++row) {
     const RowTable::Row& r = all[static_cast<std::size_t>(row)];
-    if (r.running() && r.pending() == 1) add_lane(row, 1, 1);
+    if (is_wanted(only, row) && r.running() && r.pending() == 1) add_lane(row, 1, 1);
   }
   for (int i = 0; i < count; ++i) {
     const int row = (next_prompt + i) % count;
     const RowTable::Row& r = all[static_cast<std::size_t>(row)];
     const int room = step_tokens - tables->counts().tokens;
-    if (!r.running() || r.pending() <= 1 || room == 0) continue;
+    if (!is_wanted(only, row) || !r.running() || r.pending() <= 1 || room == 0) continue;
     const int tokens = std::min(r.pending(), room);
     add_lane(row, tokens, tokens == r.pending() ? 1 : 0);
     if (tokens == room) next_prompt = row;  // its prompt was cut: it goes on first

@@ -44,14 +44,15 @@ struct Engine::Impl {
   void bind();
 
   // Fills `tables` and `lanes` with the work at hand: a token of each decoding row, then prompts.
-  void fill_tables();
+  void fill_tables(std::span<const int> only);
   void add_lane(int row, int tokens, int logit_rows);
   // Writes the tables and replays the Program that holds them.
   RunResult replay(StepVariant variant, int max_rounds);
   void read_events();
   // Computes `tokens` of an otherwise empty step; logits are wanted of all of them.
   void compute_all_rows(int row, int tokens, StepVariant variant);
-  bool all_decode() const;
+  // Whether every running row has one token to compute.
+  bool all_decode(std::span<const int> only) const;
   const float* device_logits() const;
 };
 

@@ -1,0 +1,165 @@
+#include "pianola/generator.h"
+
+#include <atomic>
+
+#include "base/check.h"
+#include "generate/sequence.h"
+
+namespace pianola {
+
+struct Generator::Impl {
+  Engine& engine;
+  Sequence sequence;
+  std::atomic<bool> cancelled = false;
+};
+
+Generator::Generator(Engine& engine, const Model& model, GenerationRequest request)
+    : Generator(engine, model, -1, std::move(request)) {}
+
+Generator::Generator(Engine& engine, const Model& model, int row, GenerationRequest request)
+    : impl_(new Impl{engine, Sequence(engine, model, std::move(request), row)}) {}
+
+Generator::~Generator() = default;
+Generator::Generator(Generator&&) noexcept = default;
+Generator& Generator::operator=(Generator&&) noexcept = default;
+
+// The walk of one token begins here: ask the engine for a step, let the sequence make text of it.
+std::optional<Piece> Generator::next() {
+  Sequence& sequence = impl_->sequence;
+  const int row = sequence.row();
+  Piece piece;
+  while (!sequence.take(piece)) {
+    if (sequence.finished()) return std::nullopt;
+    if (impl_->cancelled.load(std::memory_order_relaxed)) {
+      sequence.cancel();
+      continue;
+    }
+    for (const TokenEvent& event : impl_->engine.step({&row, 1})) sequence.accept(event);
+  }
+  return piece;
+}
+
+void Generator::cancel() noexcept { impl_->cancelled.store(true, std::memory_order_relaxed); }
+FinishReason Generator::finish_reason() const { return impl_->sequence.finish_reason(); }
+const GenerationStats& Generator::stats() const { return impl_->sequence.stats(); }
+int Generator::row() const { return impl_->sequence.row(); }
+
+const char* finish_reason_name(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kNone:
+      return "none";
+    case FinishReason::kStopToken:
+      return "stop_token";
+    case FinishReason::kStopString:
+      return "stop_string";
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kContext:
+      return "context";
+    case FinishReason::kCancelled:
+      return "cancelled";
+    case FinishReason::kFailed:
+      return "failed";
+  }
+  return "none";
+}
+
+namespace {
+
+// The requests that have a slot, and what came of all of them.
+class Batch {
+ public:
+  Batch(Engine& engine, const Model& model, std::span<const GenerationRequest> requests,
+        const std::function<bool(std::size_t, const Piece&)>& on_piece)
+      : engine_(engine),
+        model_(model),
+        requests_(requests),
+        on_piece_(on_piece),
+        results_(requests.size()),
+        at_row_(static_cast<std::size_t>(engine.slots())) {}
+
+  std::vector<GenerationResult> run() {
+    while (true) {
+      admit();
+      if (active_ == 0) return std::move(results_);
+      rows_.clear();
+      for (std::size_t row = 0; row < at_row_.size(); ++row) {
+        if (at_row_[row].sequence) rows_.push_back(static_cast<int>(row));
+      }
+      for (const TokenEvent& event : engine_.step(rows_)) {
+        at_row_[static_cast<std::size_t>(event.row)].sequence->accept(event);
+      }
+      for (const int row : rows_) deliver(at_row_[static_cast<std::size_t>(row)]);
+    }
+  }
+
+ private:
+  struct Active {
+    std::size_t request = 0;
+    std::unique_ptr<Sequence> sequence;
+  };
+
+  void admit() {
+    while (next_ < requests_.size() && active_ < at_row_.size()) {
+      const std::size_t request = next_++;
+      try {
+        auto sequence = std::make_unique<Sequence>(engine_, model_, requests_[request], -1);
+        at_row_[static_cast<std::size_t>(sequence->row())] = {request, std::move(sequence)};
+        ++active_;
+      } catch (const Error& error) {
+        // A free slot may be held by somebody else's row: then this one waits for ours.
+        if (error.code() == ErrorCode::kInvalidArgument && active_ > 0 && slots_taken()) {
+          --next_;
+          return;
+        }
+        if (error.code() == ErrorCode::kDevice) throw;
+        results_[request].finish_reason = FinishReason::kFailed;
+        results_[request].error = error.what();
+      }
+    }
+  }
+
+  bool slots_taken() {
+    const int row = engine_.open_row({});
+    if (row >= 0) engine_.close_row(row);
+    return row < 0;
+  }
+
+  void deliver(Active& active) {
+    Piece piece;
+    GenerationResult& result = results_[active.request];
+    while (active.sequence->take(piece)) {
+      result.text += piece.text;
+      if (piece.token >= 0) {
+        result.tokens.push_back(piece.token);
+        if (requests_[active.request].sampling.logprobs) result.logprobs.push_back(piece.logprob);
+      }
+      if (on_piece_ && !on_piece_(active.request, piece)) active.sequence->cancel();
+    }
+    if (!active.sequence->finished()) return;
+    result.finish_reason = active.sequence->finish_reason();
+    result.stats = active.sequence->stats();
+    active.sequence.reset();
+    --active_;
+  }
+
+  Engine& engine_;
+  const Model& model_;
+  std::span<const GenerationRequest> requests_;
+  const std::function<bool(std::size_t, const Piece&)>& on_piece_;
+  std::vector<GenerationResult> results_;
+  std::vector<Active> at_row_;
+  std::vector<int> rows_;
+  std::size_t next_ = 0;
+  std::size_t active_ = 0;
+};
+
+}  // namespace
+
+std::vector<GenerationResult> generate(
+    Engine& engine, const Model& model, std::span<const GenerationRequest> requests,
+    const std::function<bool(std::size_t, const Piece&)>& on_piece) {
+  return Batch(engine, model, requests, on_piece).run();
+}
+
+}  // namespace pianola

@@ -1,0 +1,156 @@
+#include "generate/sequence.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace pianola {
+namespace {
+
+// The tokens at which the engine itself stops the row.
+std::vector<TokenId> stop_tokens(const GenerationRequest& request, const Model& model) {
+  std::vector<TokenId> tokens = request.stop_tokens;
+  if (!request.ignore_eos) {
+    tokens.insert(tokens.end(), model.stop_tokens().begin(), model.stop_tokens().end());
+  }
+  std::sort(tokens.begin(), tokens.end());
+  tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
+  return tokens;
+}
+
+std::size_t common_prefix(std::span<const TokenId> a, std::span<const TokenId> b) {
+  return static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first -
+                                  a.begin());
+}
+
+double seconds_between(std::chrono::steady_clock::time_point a,
+                       std::chrono::steady_clock::time_point b) {
+  return std::chrono::duration<double>(b - a).count();
+}
+
+}  // namespace
+
+Sequence::Sequence(Engine& engine, const Model& model, GenerationRequest request, int row)
+    : engine_(engine), request_(std::move(request)), stop_(request_.stop) {
+  if (request_.prompt.empty()) {
+    fail(ErrorCode::kInvalidArgument, "request: the prompt is empty; at least one token is needed");
+  }
+  if (request_.max_tokens < -1) {
+    fail(ErrorCode::kInvalidArgument, "request: max_tokens is {}, expected -1 (no limit) or more",
+         request_.max_tokens);
+  }
+  if (model.has_tokenizer()) {
+    detokenizer_ = std::make_unique<Detokenizer>(model.shared_tokenizer(), true);
+  } else if (!request_.stop.empty()) {
+    fail(ErrorCode::kInvalidArgument, "request: stop strings need a model with a tokenizer");
+  }
+  request_.stop_tokens = stop_tokens(request_, model);
+  const int prompt = static_cast<int>(
+      std::min(request_.prompt.size(), static_cast<std::size_t>(engine.max_seq_len()) + 1));
+  limit_ = request_.max_tokens < 0 || request_.max_tokens > engine.max_seq_len() - prompt
+               ? engine.max_seq_len()
+               : prompt + request_.max_tokens;
+  start(row);
+}
+
+Sequence::~Sequence() {
+  if (owns_row_ && row_ >= 0) engine_.close_row(row_);
+}
+
+void Sequence::start(int row) {
+  const RowOptions options{request_.sampling, limit_, request_.stop_tokens};
+  stats_.prompt_tokens = static_cast<int>(request_.prompt.size());
+  started_ = first_token_ = Clock::now();
+  if (row < 0) {
+    row_ = engine_.open_row(options);
+    if (row_ < 0) {
+      fail(ErrorCode::kInvalidArgument, "engine: all {} slots are taken", engine_.slots());
+    }
+    owns_row_ = true;
+    try {
+      engine_.append(row_, request_.prompt);
+    } catch (...) {
+      engine_.close_row(row_);
+      throw;
+    }
+  } else {
+    const std::span<const TokenId> prompt(request_.prompt);
+    if (static_cast<int>(prompt.size()) > engine_.max_seq_len()) {
+      fail(ErrorCode::kContextOverflow, "request: a prompt of {} tokens, the slot holds {}",
+           prompt.size(), engine_.max_seq_len());
+    }
+    engine_.configure_row(row, options);  // throws before anything has changed
+    const std::size_t shared = common_prefix(engine_.history(row), prompt);
+    stats_.reused_tokens = std::min(static_cast<int>(shared), engine_.length(row));
+    engine_.keep_first(row, static_cast<int>(shared));
+    engine_.append(row, prompt.subspan(shared));
+    row_ = row;
+  }
+}
+
+FinishReason Sequence::reason_for(RowStatus status) const {
+  switch (status) {
+    case RowStatus::kStopToken:
+      return FinishReason::kStopToken;
+    case RowStatus::kLength:
+      return request_.max_tokens >= 0 && stats_.generated_tokens >= request_.max_tokens
+                 ? FinishReason::kLength
+                 : FinishReason::kContext;
+    case RowStatus::kFailed:
+      return FinishReason::kFailed;
+    case RowStatus::kIdle:
+    case RowStatus::kRunning:
+      break;
+  }
+  return FinishReason::kNone;
+}
+
+void Sequence::accept(const TokenEvent& event) {
+  const auto now = Clock::now();
+  if (stats_.generated_tokens == 0) {
+    first_token_ = now;
+    stats_.prompt_seconds = seconds_between(started_, now);
+  }
+  stats_.generate_seconds = seconds_between(first_token_, now);
+  if (event.status == RowStatus::kFailed) return finish(FinishReason::kFailed);
+  if (request_.max_tokens == 0) {  // the prompt is computed; its first answer is not wanted
+    engine_.drop_last(row_, 1);
+    return finish(FinishReason::kLength);
+  }
+  ++stats_.generated_tokens;
+  emit(event.token, event.logprob, detokenizer_ ? detokenizer_->push(event.token) : std::string());
+  if (stop_.found()) return finish(FinishReason::kStopString);
+  const FinishReason reason = reason_for(event.status);
+  if (reason != FinishReason::kNone) finish(reason);
+}
+
+void Sequence::emit(TokenId token, float logprob, std::string text) {
+  std::string safe = stop_.push(text);
+  if (token >= 0 || !safe.empty()) ready_.push_back({token, std::move(safe), logprob});
+}
+
+void Sequence::finish(FinishReason reason) {
+  if (finished()) return;
+  if (reason != FinishReason::kStopString) {
+    emit(-1, 0, detokenizer_ ? detokenizer_->flush() : std::string());
+    std::string rest = stop_.flush();
+    if (!rest.empty()) ready_.push_back({-1, std::move(rest), 0});
+  }
+  reason_ = reason;
+  if (owns_row_) {
+    engine_.close_row(row_);
+    owns_row_ = false;
+  } else {
+    // The row stays as it is, but computes nothing more.
+    engine_.keep_first(row_, static_cast<int>(engine_.history(row_).size()));
+  }
+}
+
+bool Sequence::take(Piece& piece) {
+  if (ready_.empty()) return false;
+  piece = std::move(ready_.front());
+  ready_.pop_front();
+  return true;
+}
+
+}  // namespace pianola
