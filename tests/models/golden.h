@@ -8,8 +8,9 @@
 //   }
 //
 // Format, written by tools/golden/make_checkpoints.py: golden.json holds the rows' tokens and the
-// names of everything else; logits.f32 is little-endian float32 [tokens of all rows, vocab_size].
-// A case may take the weights of another ("weights_from"): it has only a config.json of its own.
+// names of everything else; llama_cpp.json what tools/golden/check_llama_cpp.py measured;
+// logits.f32 is little-endian float32 [tokens of all rows, vocab_size]. A case may take the weights
+// of another ("weights_from"): it has only a config.json of its own.
 #pragma once
 
 #include <cmath>
@@ -40,10 +41,13 @@ struct GoldenFile {
   std::filesystem::path path;  // a GGUF file, or a folder that holds config.json
   // The folder to take everything but config.json from; empty when `path` is complete.
   std::filesystem::path weights_from;
+  // Root mean square of what llama.cpp differs by on this file; 0 when it was not measured.
+  double llama_cpp_rms = 0;
 };
 
 struct ModelGolden {
-  std::string name;  // "llama/yarn"
+  std::string name;         // "llama/yarn"
+  double bfloat16_rms = 0;  // root mean square of what transformers in bfloat16 differs by
   std::int64_t vocab_size = 0;
   int max_seq_len = 0;
   std::vector<GoldenRow> rows;
@@ -73,6 +77,7 @@ inline ModelGolden read_golden(const std::filesystem::path& folder) {
   ModelGolden golden;
   golden.name = root.at("case").as_string();
   golden.vocab_size = root.at("vocab_size").as_int64();
+  golden.bfloat16_rms = root.at("bfloat16_rms").to_number<double>();
   golden.max_seq_len = root.at("max_seq_len").to_number<int>();
   const std::vector<float> logits = read_floats(folder / root.at("logits").as_string().c_str());
   auto next = logits.begin();
@@ -84,13 +89,17 @@ inline ModelGolden read_golden(const std::filesystem::path& folder) {
     next += size;
   }
   if (root.at("hf").as_bool()) {
-    GoldenFile& file = golden.files.emplace_back(GoldenFile{"hf", folder / "hf", {}});
+    GoldenFile& file = golden.files.emplace_back(GoldenFile{"hf", folder / "hf", {}, 0});
     const boost::json::value& other = root.at("weights_from");
     if (other.is_string()) file.weights_from = golden_folder() / other.as_string().c_str() / "hf";
   }
+  const boost::json::value measured =
+      parse_json(read_text_file(golden_folder() / "llama_cpp.json", 1 << 20), "llama_cpp.json");
   for (const boost::json::value& name : root.at("gguf").as_array()) {
     const std::filesystem::path file = folder / name.as_string().c_str();
-    golden.files.push_back({file.stem().string(), file, {}});
+    const boost::json::value* rms =
+        measured.at("rms").as_object().if_contains(golden.name + "/" + file.filename().string());
+    golden.files.push_back({file.stem().string(), file, {}, rms ? rms->to_number<double>() : 0.0});
   }
   return golden;
 }

@@ -1,10 +1,13 @@
 """Compares llama.cpp with the goldens of tests/models: is our GGUF what llama.cpp expects?
 
-    python tools/golden/check_llama_cpp.py [FOLDER of F32 files from make_checkpoints.py --f32-gguf]
+    python tools/golden/check_llama_cpp.py [--write] [FOLDER of make_checkpoints.py --f32-gguf]
 
-A local check (needs llama-cpp-python), not part of CI. Prints, for each GGUF file, the largest
-difference of a logit. With F32 matrices and an F32 cache it should be float noise; with quantised
-matrices llama.cpp also quantises activations.
+A local check (needs llama-cpp-python), not part of CI. Prints, for each GGUF file, the largest and
+the root mean square difference of a logit. With F32 matrices and an F32 cache it should be float
+noise; with quantised matrices llama.cpp also quantises activations.
+
+--write puts the root mean squares of the committed files into tests/models/llama_cpp.json: the bar
+for backends that quantise activations as well.
 """
 
 import argparse
@@ -33,7 +36,10 @@ def logits_of(path, rows, max_seq_len):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("f32", nargs="?", type=pathlib.Path)
-    folder = parser.parse_args().f32
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    folder = arguments.f32
+    rms = {}
     for path in sorted((ROOT / "tests" / "models").glob("*/*/golden.json")):
         golden = json.loads(path.read_text())
         want = np.fromfile(path.parent / golden["logits"], dtype="<f4").astype(np.float64)
@@ -43,8 +49,19 @@ def main():
             files.append(extra)
         for file in files:
             got = logits_of(file, golden["rows"], golden["max_seq_len"])
-            difference = np.abs(got - want.reshape(got.shape)).max()
-            print(f"{golden['case']:16} {file.name:24} largest difference {difference:.2e}")
+            difference = got - want.reshape(got.shape)
+            largest, mean = np.abs(difference).max(), float(np.sqrt(np.mean(difference**2)))
+            if file != extra:
+                rms[f"{golden['case']}/{file.name}"] = float(f"{mean:.4g}")
+            print(f"{golden['case']:16} {file.name:24} largest {largest:.2e} rms {mean:.2e}")
+    if arguments.write:
+        result = {
+            "script": "tools/golden/check_llama_cpp.py",
+            "versions": {"llama-cpp-python": llama_cpp.__version__},
+            "rms": rms,
+        }
+        path = ROOT / "tests" / "models" / "llama_cpp.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

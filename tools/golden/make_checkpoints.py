@@ -257,7 +257,11 @@ def check_sensitivity(model, tensors, rows, reference):
     return least
 
 
-def write_golden(folder, case, model, store, rows, logits, exact, gguf_types):
+def rms_difference(a, b):
+    return float(np.sqrt(np.mean((np.concatenate(a) - np.concatenate(b)) ** 2)))
+
+
+def write_golden(folder, case, model, store, rows, logits, exact, rounded, gguf_types):
     np.concatenate(logits).astype("<f4").tofile(folder / "logits.f32")
     golden = {
         "script": "tools/golden/make_checkpoints.py",
@@ -277,6 +281,9 @@ def write_golden(folder, case, model, store, rows, logits, exact, gguf_types):
         "logits": "logits.f32",
         # |float32 - float64| of transformers itself: the noise of the oracle.
         "oracle_noise": float(max(np.abs(a - b).max() for a, b in zip(logits, exact, strict=True))),
+        # Root mean square of what transformers in bfloat16 differs by: the bar for backends that
+        # round activations to it.
+        "bfloat16_rms": rms_difference(rounded, logits),
         "largest_logit": float(max(np.abs(a).max() for a in logits)),
         "hf": store.get("keep_hf", True),
         "weights_from": store.get("weights_from"),
@@ -304,14 +311,15 @@ def make_case(case, extra_gguf=None):
     rows = make_rows(case, config.vocab_size, store.get("rows", (48, 17)))
     logits = logits_of(model, rows)
     exact = logits_of(copy.deepcopy(model).double(), rows)
+    rounded = logits_of(copy.deepcopy(model).bfloat16(), rows)
     sensitivity = check_sensitivity(model, tensors, rows, logits)
     for kind in gguf_types:
         gguf_export.export(folder / f"{kind.lower()}.gguf", config, tensors, kind)
     if extra_gguf and config.rope_parameters["rope_type"] != "dynamic":
         gguf_export.export(extra_gguf / f"{case.replace('/', '-')}-f32.gguf", config, tensors, "F32")
-    golden = write_golden(folder, case, model, store, rows, logits, exact, gguf_types)
+    golden = write_golden(folder, case, model, store, rows, logits, exact, rounded, gguf_types)
     print(
-        f"{case:16} noise {golden['oracle_noise']:.1e} largest {golden['largest_logit']:.2f} "
+        f"{case:16} noise {golden['oracle_noise']:.1e} bf16 {golden['bfloat16_rms']:.1e} largest {golden['largest_logit']:.2f} "
         f"least sensitive {sensitivity[1]} {sensitivity[0]:.2f}"
     )
 
