@@ -52,7 +52,7 @@ void pack_rows(DType dtype, const void* source, std::int64_t rows, std::int64_t 
 enum class ActivationKind : std::uint8_t {
   kInt8,  // 8 bits and an f32 scale per 32 values: all block types
   kF32,   // floats as they are
-  kBf16,  // rounded to bfloat16: BF16 weights where the machine has a bfloat16 dot product
+  kBf16,  // rounded to bfloat16: BF16 weights on Isa::kAvx512Bf16, where that dot product pays
 };
 
 ActivationKind activation_kind(DType weight, Isa isa);
