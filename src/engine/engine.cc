@@ -14,7 +14,7 @@ std::span<const TokenEvent> Engine::step(std::span<const int> rows) {
   e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
   e.replay(StepVariant::kSample, 1);
-  for (const Impl::Lane& lane : e.lanes) e.rows->computed(lane.row, lane.tokens);
+  for (const Impl::Lane& lane : e.lanes) e.computed(lane.row, lane.tokens);
   e.read_events();
   return e.events;
 }
@@ -29,7 +29,7 @@ std::span<const TokenEvent> Engine::run(int max_rounds, std::span<const int> row
   e.tables->set_feed(true);
   e.replay(StepVariant::kSample, max_rounds);
   e.read_events();
-  for (const TokenEvent& event : e.events) e.rows->computed(event.row, 1);
+  for (const TokenEvent& event : e.events) e.computed(event.row, 1);
   return e.events;
 }
 
@@ -76,7 +76,7 @@ void Engine::Impl::add_lane(int row, int tokens, int logit_rows) {
   lanes.push_back({row, tokens});
 }
 
-RunResult Engine::Impl::replay(StepVariant variant, int max_rounds) {
+void Engine::Impl::replay(StepVariant variant, int max_rounds) {
   if (!healthy) {
     fail(ErrorCode::kDevice, "engine: an earlier device error has poisoned it; load it again");
   }
@@ -86,19 +86,22 @@ RunResult Engine::Impl::replay(StepVariant variant, int max_rounds) {
                 step_variant_name(variant));
   try {
     tables->write(state, *backend);
-    RunResult result{.rounds = 1};
+    int rounds = 1;
     if (tables->counts().feed) {
-      result = entry->program->run(max_rounds);
+      rounds = entry->program->run(max_rounds).rounds;
     } else {
       entry->program->replay();
     }
-    counters.steps += static_cast<std::uint64_t>(result.rounds);
-    counters.tokens += static_cast<std::uint64_t>(result.rounds * tables->counts().tokens);
-    return result;
+    counters.steps += static_cast<std::uint64_t>(rounds);
   } catch (const Error& error) {
     healthy = error.code() != ErrorCode::kDevice;
     throw;
   }
+}
+
+void Engine::Impl::computed(int row, int count) {
+  rows->computed(row, count);
+  counters.tokens += static_cast<std::uint64_t>(count);
 }
 
 void Engine::Impl::read_events() {
@@ -120,7 +123,7 @@ void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {
   lanes.clear();
   add_lane(row, count, count);
   replay(variant, 1);
-  rows->computed(row, count);
+  computed(row, count);
 }
 
 // --- Rows -------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ struct Engine::Impl {
   void fill_tables(std::span<const int> only);
   void add_lane(int row, int tokens, int logit_rows);
   // Writes the tables and replays the Program that holds them.
-  RunResult replay(StepVariant variant, int max_rounds);
+  void replay(StepVariant variant, int max_rounds);
+  // `count` tokens of a row are in the caches now.
+  void computed(int row, int count);
   void read_events();
   // Computes `tokens` of an otherwise empty step; logits are wanted of all of them.
   void compute_all_rows(int row, int tokens, StepVariant variant);

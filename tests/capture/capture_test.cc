@@ -1,0 +1,340 @@
+// Bit-exact promises of the engine, on every backend and instruction set this machine has: a row's
+// results depend on its own tokens and on nothing else.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+#include "backends/cpu/isa.h"
+#include "engine_test_access.h"
+#include "models/golden.h"
+#include "models/model.h"
+
+namespace pianola {
+namespace {
+
+struct Case {
+  std::string backend;
+  std::string isa;
+  std::string form;  // of the checkpoint: "hf", "q4_0", ...
+};
+
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.backend << " " << c.isa << " " << c.form;
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all = {{"reference", "", "f32"}};
+  for (const cpu::Isa isa : cpu::supported_isas()) {
+    for (const char* form : {"f32", "f16", "q8_0", "q4_0"})
+      all.push_back({"cpu", cpu::isa_name(isa), form});
+  }
+  return all;
+}
+
+// The files of the llama goldens, by form.
+std::filesystem::path checkpoint_of_form(const std::string& form) {
+  for (const ModelGolden& golden : read_all_goldens()) {
+    if (!golden.name.starts_with("llama/")) continue;
+    for (const GoldenFile& file : golden.files) {
+      if (file.form == form && file.weights_from.empty()) return file.path;
+    }
+  }
+  return {};
+}
+
+// What a row has left behind: its tokens, the bits of their log-probabilities, and the bytes of its
+// slot up to its length.
+struct Trace {
+  std::vector<TokenId> tokens;
+  std::vector<float> logprobs;
+  std::vector<std::byte> cache;
+  bool operator==(const Trace& other) const {
+    return tokens == other.tokens && cache == other.cache &&
+           logprobs.size() == other.logprobs.size() &&
+           std::memcmp(logprobs.data(), other.logprobs.data(), logprobs.size() * sizeof(float)) ==
+               0;
+  }
+};
+
+class CaptureTest : public testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    const auto path = checkpoint_of_form(GetParam().form);
+    ASSERT_FALSE(path.empty()) << "no llama golden in form " << GetParam().form;
+    model_ = CausalModel::open(path);
+  }
+
+  Engine make_engine(int slots = 1, int chunk = 32, int threads = 1, int max_seq_len = 256,
+                     const std::string& cache_type = "f16") const {
+    return Engine(model_, {.backend = GetParam().backend,
+                           .threads = threads,
+                           .isa = GetParam().isa,
+                           .max_seq_len = max_seq_len,
+                           .slots = slots,
+                           .chunk = chunk,
+                           .cache_type = cache_type});
+  }
+
+  std::vector<TokenId> prompt(int seed, int length) const {
+    std::vector<TokenId> tokens;
+    std::uint32_t state = static_cast<std::uint32_t>(seed) * 2654435761U + 1;
+    for (int i = 0; i < length; ++i) {
+      state = state * 1664525U + 1013904223U;
+      tokens.push_back(static_cast<TokenId>(
+          (state >> 8) % static_cast<std::uint32_t>(model_->config().vocab_size)));
+    }
+    return tokens;
+  }
+
+  static RowOptions options(std::uint64_t seed, int max_length) {
+    RowOptions o;
+    o.sampling.temperature = 0.8F;
+    o.sampling.seed = seed;
+    o.sampling.logprobs = true;
+    o.max_length = max_length;
+    return o;
+  }
+
+  static void record(std::span<const TokenEvent> events, std::vector<Trace>& traces) {
+    for (const TokenEvent& event : events) {
+      traces[static_cast<std::size_t>(event.row)].tokens.push_back(event.token);
+      traces[static_cast<std::size_t>(event.row)].logprobs.push_back(event.logprob);
+    }
+  }
+
+  // The stored bytes of positions below the row's length, layer by layer.
+  static std::vector<std::byte> stored(Engine& engine, int row) {
+    std::vector<std::byte> bytes;
+    const int length = engine.length(row);
+    for (const LayerCacheView& view : EngineTestAccess::impl(engine).caches) {
+      const std::size_t element = dtype_info(view.dtype).bytes;
+      for (int p = 0; p < length; ++p) {
+        for (int h = 0; h < view.kv_heads; ++h) {
+          const std::size_t at = cache_index(p, h, view.kv_heads, view.key_dim) * element;
+          const std::size_t size = static_cast<std::size_t>(view.key_dim) * element;
+          for (const std::byte* slot : {view.key_slot(row), view.value_slot(row)}) {
+            bytes.insert(bytes.end(), slot + at, slot + at + size);
+          }
+        }
+      }
+    }
+    return bytes;
+  }
+
+  // One row alone, to its limit.
+  Trace solo(Engine& engine, const std::vector<TokenId>& tokens, const RowOptions& o) const {
+    std::vector<Trace> traces(static_cast<std::size_t>(engine.slots()));
+    const int row = engine.open_row(o);
+    engine.append(row, tokens);
+    while (engine.has_work()) record(engine.step(), traces);
+    Trace trace = traces[static_cast<std::size_t>(row)];
+    trace.cache = stored(engine, row);
+    engine.close_row(row);
+    return trace;
+  }
+
+  Trace solo(const std::vector<TokenId>& tokens, const RowOptions& o, int chunk = 32,
+             int threads = 1) const {
+    Engine engine = make_engine(1, chunk, threads);
+    return solo(engine, tokens, o);
+  }
+
+  // NaN in every element of a slot, from `position` on.
+  static void poison_slot(Engine& engine, int slot, int position) {
+    for (const LayerCacheView& view : EngineTestAccess::impl(engine).caches) {
+      const std::size_t element = dtype_info(view.dtype).bytes;
+      for (int p = position; p < view.capacity; ++p) {
+        for (int h = 0; h < view.kv_heads; ++h) {
+          const std::size_t at = cache_index(p, h, view.kv_heads, view.key_dim) * element;
+          const std::size_t size = static_cast<std::size_t>(view.key_dim) * element;
+          std::memset(view.key_slot(slot) + at, 0xFF, size);
+          std::memset(view.value_slot(slot) + at, 0xFF, size);
+        }
+      }
+    }
+  }
+
+  static void poison_workspace(Engine& engine) {
+    const DeviceMemory& work = *EngineTestAccess::impl(engine).work_memory;
+    std::memset(work.data(), 0xFF, work.size());
+  }
+
+  std::shared_ptr<const CausalModel> model_;
+};
+
+TEST_P(CaptureTest, ChunksOfAnySizeGiveTheSameBits) {
+  const auto tokens = prompt(1, 150);
+  const Trace whole = solo(tokens, options(5, 160), 150);
+  for (const int chunk : {1, 2, 7, 64, 100}) {
+    EXPECT_TRUE(solo(tokens, options(5, 160), chunk) == whole) << "chunk " << chunk;
+  }
+}
+
+TEST_P(CaptureTest, ThreadsDoNotChangeTheBits) {
+  if (GetParam().backend == "reference") GTEST_SKIP() << "the reference backend has one thread";
+  const auto tokens = prompt(2, 90);
+  const Trace one = solo(tokens, options(6, 110));
+  for (const int threads : {2, 3, 5}) {
+    EXPECT_TRUE(solo(tokens, options(6, 110), 32, threads) == one) << threads << " threads";
+  }
+}
+
+TEST_P(CaptureTest, ARowInABatchIsTheRowAlone) {
+  constexpr int kRows = 5;
+  std::vector<std::vector<TokenId>> prompts;
+  std::vector<Trace> alone;
+  for (int i = 0; i < kRows; ++i) {
+    prompts.push_back(prompt(10 + i, 1 + 23 * i));
+    alone.push_back(solo(prompts.back(), options(static_cast<std::uint64_t>(i), 100 + 7 * i)));
+  }
+  Engine engine = make_engine(kRows);
+  std::vector<Trace> traces(kRows);
+  std::vector<int> rows;
+  for (int i = 0; i < kRows; ++i) {
+    rows.push_back(engine.open_row(options(static_cast<std::uint64_t>(i), 100 + 7 * i)));
+    engine.append(rows.back(), prompts[static_cast<std::size_t>(i)]);
+    record(engine.step(), traces);  // rows join while others decode
+  }
+  while (engine.has_work()) record(engine.step(), traces);
+  for (int i = 0; i < kRows; ++i) {
+    Trace& trace = traces[static_cast<std::size_t>(rows[static_cast<std::size_t>(i)])];
+    trace.cache = stored(engine, rows[static_cast<std::size_t>(i)]);
+    EXPECT_TRUE(trace == alone[static_cast<std::size_t>(i)]) << "row " << i;
+  }
+}
+
+TEST_P(CaptureTest, AUsedSlotIsAsGoodAsAFreshOne) {
+  const auto tokens = prompt(3, 70);
+  const Trace fresh = solo(tokens, options(7, 90));
+  Engine engine = make_engine();
+  solo(engine, prompt(4, 200), options(8, 256));
+  EXPECT_TRUE(solo(engine, tokens, options(7, 90)) == fresh);
+}
+
+TEST_P(CaptureTest, PoisonChangesNothing) {
+  const auto tokens = prompt(5, 67);
+  const Trace clean = solo(tokens, options(9, 90));
+  Engine engine = make_engine(3);
+  std::vector<Trace> traces(3);
+  for (int slot = 0; slot < 3; ++slot) poison_slot(engine, slot, 0);
+  const int row = engine.open_row(options(9, 90));
+  engine.append(row, tokens);
+  while (engine.has_work()) {
+    poison_workspace(engine);
+    poison_slot(engine, row, engine.length(row));
+    record(engine.step(), traces);
+  }
+  traces[static_cast<std::size_t>(row)].cache = stored(engine, row);
+  EXPECT_TRUE(traces[static_cast<std::size_t>(row)] == clean);
+}
+
+TEST_P(CaptureTest, PaddingAndStoppedRowsStoreNothing) {
+  Engine engine = make_engine(4);  // three rows run in the bucket of four
+  std::vector<int> rows;
+  for (int i = 0; i < 3; ++i) {
+    rows.push_back(engine.open_row(options(static_cast<std::uint64_t>(i), i == 1 ? 12 : 40)));
+    engine.append(rows.back(), prompt(20 + i, 10));
+  }
+  const auto free_keys = EngineTestAccess::keys(engine, 0, 3);
+  const std::vector<std::byte> before(free_keys.begin(), free_keys.end());
+  while (engine.status(rows[1]) == RowStatus::kRunning) engine.step();
+  const auto stopped_keys = EngineTestAccess::keys(engine, 0, rows[1]);
+  const std::vector<std::byte> stopped(stopped_keys.begin(), stopped_keys.end());
+  while (engine.has_work()) engine.run(100);
+  EXPECT_TRUE(std::equal(before.begin(), before.end(), free_keys.begin()));
+  EXPECT_TRUE(std::equal(stopped.begin(), stopped.end(), stopped_keys.begin()));
+}
+
+TEST_P(CaptureTest, GoingBackAndAppendingAgainGivesTheSameBits) {
+  const auto tokens = prompt(6, 130);
+  Engine engine = make_engine();
+  const int row = engine.open_row(options(3, 200));
+  std::vector<Trace> first(1);
+  engine.append(row, tokens);
+  while (engine.has_work()) record(engine.step(), first);
+  for (const int keep : {0, 1, 63, 64, 65, 129, 130, 150}) {
+    const std::vector<TokenId> all(engine.history(row).begin(), engine.history(row).end());
+    const std::vector<std::byte> bytes = stored(engine, row);
+    engine.keep_first(row, keep);
+    std::vector<Trace> again(1);
+    engine.append(row, std::span(all).subspan(static_cast<std::size_t>(keep),
+                                              all.size() - 1 - static_cast<std::size_t>(keep)));
+    while (engine.has_work()) record(engine.step(), again);
+    EXPECT_EQ(again[0].tokens, std::vector<TokenId>{all.back()}) << "kept " << keep;
+    EXPECT_EQ(std::memcmp(&again[0].logprobs[0], &first[0].logprobs.back(), sizeof(float)), 0);
+    EXPECT_EQ(stored(engine, row), bytes) << "kept " << keep;
+  }
+}
+
+TEST_P(CaptureTest, ALoopIsItsSteps) {
+  constexpr int kRows = 3;
+  const auto start = [&](Engine& engine) {
+    for (int i = 0; i < kRows; ++i) {
+      const int row = engine.open_row(options(static_cast<std::uint64_t>(i), 60 + 30 * i));
+      engine.append(row, prompt(30 + i, 5 + i));
+    }
+  };
+  Engine stepped = make_engine(kRows);
+  std::vector<Trace> by_step(kRows);
+  start(stepped);
+  while (stepped.has_work()) record(stepped.step(), by_step);
+  Engine looped = make_engine(kRows);
+  std::vector<Trace> by_loop(kRows);
+  start(looped);
+  while (looped.has_work()) record(looped.run(1000), by_loop);
+  for (int i = 0; i < kRows; ++i) {
+    by_step[static_cast<std::size_t>(i)].cache = stored(stepped, i);
+    by_loop[static_cast<std::size_t>(i)].cache = stored(looped, i);
+    EXPECT_TRUE(by_loop[static_cast<std::size_t>(i)] == by_step[static_cast<std::size_t>(i)]);
+    EXPECT_EQ(looped.status(i), RowStatus::kLength);
+  }
+  EXPECT_EQ(looped.counters().tokens, stepped.counters().tokens);
+}
+
+TEST_P(CaptureTest, AddressesAndPlansAreConstant) {
+  Engine engine = make_engine(2);
+  const EngineCounters before = engine.counters();
+  for (int i = 0; i < 4; ++i) solo(engine, prompt(40 + i, 1 + 60 * i), options(1, 200));
+  const EngineCounters after = engine.counters();
+  EXPECT_EQ(after.address_hash, before.address_hash);
+  EXPECT_EQ(after.plans, before.plans);
+  EXPECT_GT(after.steps, before.steps);
+}
+
+TEST_P(CaptureTest, NanFailsItsRowAndNoOther) {
+  const auto tokens = prompt(50, 20);
+  const Trace alone = solo(tokens, options(2, 40));
+  Engine engine = make_engine(2);
+  std::vector<Trace> traces(2);
+  const int good = engine.open_row(options(2, 40));
+  const int bad = engine.open_row(options(2, 40));
+  engine.append(good, tokens);
+  engine.append(bad, tokens);
+  record(engine.step(), traces);
+  poison_slot(engine, bad, 0);
+  while (engine.has_work()) record(engine.step(), traces);
+  EXPECT_EQ(engine.status(bad), RowStatus::kFailed);
+  EXPECT_EQ(traces[static_cast<std::size_t>(bad)].tokens.back(), -1);
+  EXPECT_EQ(engine.status(good), RowStatus::kLength);
+  traces[static_cast<std::size_t>(good)].cache = stored(engine, good);
+  EXPECT_TRUE(traces[static_cast<std::size_t>(good)] == alone);
+}
+
+TEST_P(CaptureTest, CapacityDoesNotChangeTheBits) {
+  const auto tokens = prompt(60, 80);
+  const Trace small = solo(tokens, options(4, 100));
+  Engine large = make_engine(1, 32, 1, 4096);
+  EXPECT_TRUE(solo(large, tokens, options(4, 100)) == small);
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, CaptureTest, testing::ValuesIn(cases()),
+                         [](const auto& case_info) {
+                           return case_info.param.backend + "_" +
+                                  (case_info.param.isa.empty() ? "" : case_info.param.isa + "_") +
+                                  case_info.param.form;
+                         });
+
+}  // namespace
+}  // namespace pianola
