@@ -26,6 +26,11 @@ constexpr int kRecord = kTileTokens * kActRecord;
 
 int min_of(int a, int b) { return a < b ? a : b; }
 
+// Makes every earlier store visible to the tile instructions that follow. GCC 12's intrinsics name
+// no memory (ldtilecfg only its first eight bytes), so it may drop or delay stores that only they
+// read.
+PIANOLA_INLINE void publish_stores() { __asm__ volatile("" ::: "memory"); }
+
 // Tiles 0 to 3 hold products [16 tokens, 16 rows], 4 and 5 activations, 6 and 7 weights; `words` of
 // four k at a time.
 void configure_tiles(int words) {
@@ -41,6 +46,7 @@ void configure_tiles(int words) {
     config.row_bytes[i] = static_cast<std::uint16_t>(activations ? 4 * words : 64);
     config.rows[i] = static_cast<Byte>(i < 6 ? 16 : words);
   }
+  __asm__ volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
@@ -226,6 +232,7 @@ void linear_tiles(const LinearCall& call) {
       expand_panel<kType>(call.weight + static_cast<std::size_t>(row / kRows) * panel_size, blocks,
                           call.scratch + (row - first) / kRows * stream);
     }
+    publish_stores();
     for (int token = 0; token < call.tokens; token += 2 * kTileTokens) {
       const Byte* x = call.activations + token / kTileTokens * token_stream;
       for (int row = first; row < last; row += 2 * kRows) {
