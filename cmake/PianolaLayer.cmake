@@ -39,6 +39,10 @@ endfunction()
 function(pianola_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
     -Wno-sign-conversion -Wno-missing-field-initializers $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
+  # libstdc++ 12 marks what its own std::stable_sort calls as deprecated, and only GCC overlooks it.
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    target_compile_options(${target} PRIVATE -Wno-deprecated-declarations)
+  endif()
   if(PIANOLA_SANITIZE)
     target_compile_options(${target} PUBLIC -fsanitize=${PIANOLA_SANITIZE}
       -fno-omit-frame-pointer -fno-sanitize-recover=all)
