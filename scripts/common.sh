@@ -12,6 +12,8 @@ export PIANOLA_CACHE=$cache
 # Several builds share objects; the size keeps every configuration that CI builds.
 export CCACHE_DIR=${CCACHE_DIR:-$cache/ccache}
 export CCACHE_MAXSIZE=${CCACHE_MAXSIZE:-3G}
+# Paths count from here, so that a clone in another folder finds the release objects of this one.
+export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$root}
 
 # Everything the default build needs, then what each further step adds to it.
 build_packages=(g++ cmake ninja-build libfmt-dev libboost-json1.81-dev libutf8proc-dev libcli11-dev)
