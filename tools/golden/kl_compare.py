@@ -4,6 +4,8 @@
     python tools/golden/kl_compare.py pianola=FILE [x=FILE...] # and others, side by side
     python tools/golden/kl_compare.py --no-llama-cpp pianola=FILE
 
+tests/models/dump_logits.cc makes such a FILE with pianola.
+
 FILE holds little-endian float32 logits or log-probabilities, [positions, vocab_size] with positions
 tokens or tokens - 1 (the last predicts nothing and is not used), for the tokens of golden.json in one
 window from position 0. For each engine: the mean of KL(float32 || engine) in nats a position with its
