@@ -23,6 +23,8 @@ BufferId Recorder::buffer(std::string name, Extent extent, std::int64_t width) {
 
 void Recorder::record(const Op& op) {
   current_ = op_name(op);
+  expect(plan_.ops.empty() || !std::holds_alternative<AdvanceOp>(plan_.ops.back()),
+         "nothing after advance");
   std::visit([this](const auto& o) { check(o); }, op);
   plan_.ops.push_back(op);
 }
@@ -56,8 +58,8 @@ void Recorder::expect(bool condition, const char* rule) const {
 
 void Recorder::expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const {
   const WeightDecl& w = weight(id);
-  expect(w.role != WeightRole::kVector && w.rows == rows && w.cols == cols,
-         "a matrix of the right shape");
+  expect(w.role == WeightRole::kLinear, "a matrix to multiply by, not a vector or a table");
+  expect(w.rows == rows && w.cols == cols, "a matrix of the right shape");
 }
 
 void Recorder::expect_vector(WeightId id, std::int64_t size) const {
@@ -109,6 +111,7 @@ void Recorder::check(const QkvOp& op) const {
   expect_optional_vector(op.v_bias, std::int64_t{kv.kv_heads} * kv.value_dim);
   if (op.q_norm) expect_norm(*op.q_norm, kv.key_dim);
   if (op.k_norm) expect_norm(*op.k_norm, kv.key_dim);
+  expect(op.in != op.q_out, "input and output apart");
   expect(q % kv.key_dim == 0, "whole query heads");
   expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
   expect_vector(op.rope.inverse_frequencies, kv.key_dim / 2);
@@ -117,6 +120,7 @@ void Recorder::check(const QkvOp& op) const {
 void Recorder::check(const AttentionOp& op) const {
   const FullAttentionSpec& kv = cache(op.cache);
   expect(op.heads > 0 && op.heads % kv.kv_heads == 0, "heads a multiple of kv_heads");
+  expect(op.scale > 0, "a positive scale");
   expect(width(op.q, Extent::kTokens) == std::int64_t{op.heads} * kv.key_dim,
          "queries of all heads");
   expect(width(op.out, Extent::kTokens) == std::int64_t{op.heads} * kv.value_dim,
@@ -147,7 +151,7 @@ void Recorder::check(const LmHeadOp& op) const {
 void Recorder::check(const ScoreOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
   expect_norm(op.norm, in);
-  expect(weight(op.weight).cols == in, "a head as wide as its input");
+  expect_matrix(op.weight, weight(op.weight).rows, in);
 }
 
 void Recorder::check(const SampleOp& op) const { width(op.logits, Extent::kLogitRows); }

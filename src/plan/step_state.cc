@@ -67,24 +67,25 @@ StepState StepStateLayout::bind(std::byte* base) const {
 
 double uniform_random(std::uint64_t seed, std::uint32_t choice, std::uint32_t position,
                       RandomPurpose purpose) {
-  // Philox 4x32-10 (Salmon et al., 2011): counter (position, choice, purpose, 0), key = seed.
-  std::uint32_t c[4] = {position, choice, static_cast<std::uint32_t>(purpose), 0};
-  auto k0 = static_cast<std::uint32_t>(seed);
-  auto k1 = static_cast<std::uint32_t>(seed >> 32);
+  const auto c = philox4x32({position, choice, static_cast<std::uint32_t>(purpose), 0}, seed);
+  const std::uint64_t bits = (std::uint64_t{c[0]} << 21) | (c[1] >> 11);  // 53 bits
+  return static_cast<double>(bits) * 0x1.0p-53;
+}
+
+std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> c, std::uint64_t key) {
+  auto k0 = static_cast<std::uint32_t>(key);
+  auto k1 = static_cast<std::uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t p0 = std::uint64_t{0xD2511F53U} * c[0];
     const std::uint64_t p1 = std::uint64_t{0xCD9E8D57U} * c[2];
     const auto h0 = static_cast<std::uint32_t>(p0 >> 32);
     const auto h1 = static_cast<std::uint32_t>(p1 >> 32);
-    c[0] = h1 ^ c[1] ^ k0;
-    c[1] = static_cast<std::uint32_t>(p1);
-    c[2] = h0 ^ c[3] ^ k1;
-    c[3] = static_cast<std::uint32_t>(p0);
+    c = {h1 ^ c[1] ^ k0, static_cast<std::uint32_t>(p1), h0 ^ c[3] ^ k1,
+         static_cast<std::uint32_t>(p0)};
     k0 += 0x9E3779B9U;
     k1 += 0xBB67AE85U;
   }
-  const std::uint64_t bits = (std::uint64_t{c[0]} << 21) | (c[1] >> 11);  // 53 bits
-  return static_cast<double>(bits) * 0x1.0p-53;
+  return c;
 }
 
 }  // namespace pianola

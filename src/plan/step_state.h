@@ -7,6 +7,7 @@
 //   state.row[2].length = 0;
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -112,5 +113,7 @@ class StepStateLayout {
 enum class RandomPurpose : std::uint32_t { kSample = 0, kDraft = 1, kAccept = 2 };
 double uniform_random(std::uint64_t seed, std::uint32_t choice, std::uint32_t position,
                       RandomPurpose purpose);
+// Philox 4x32-10 (Salmon et al., 2011): four random words from a counter and a key.
+std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter, std::uint64_t key);
 
 }  // namespace pianola

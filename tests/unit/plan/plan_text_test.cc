@@ -1,0 +1,74 @@
+// The printed form: complete, and the same every time.
+#include "plan/plan_text.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tiny_plan.h"
+
+namespace pianola {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(PlanText, SaysEverythingOfAStep) {
+  test::TinyRecorder t;
+  const Plan plan = t.whole_step();
+  const std::string text = plan_text(plan, t.tables.weights, t.tables.caches);
+  EXPECT_EQ(text,
+            R"(plan tokens=8 lanes=2 logit_rows=2 sample
+  %x          [tokens, 24] f32 at 2048
+  %q          [tokens, 32] f32 at 0
+  %attended   [tokens, 32] f32 at 1024
+  %logits     [logit_rows, 50] f32 at 0
+  %y          [tokens, 24] f32 at 0
+   0 embed      %x <- token  table=table
+   1 norm       %y <- %x  norm=norm eps=1e-05
+   2 qkv        %q, cache.0 <- %x  norm=norm eps=1e-05 q=q k=k v=v q_bias=q_bias k_bias=kv_bias v_bias=kv_bias q_norm=head_norm eps=1e-06 k_norm=head_norm eps=1e-06 rope=half(frequencies)
+   3 attention  %attended <- %q, cache.0  heads=4/2 dim=8 scale=0.25
+   4 linear     %x <- %attended + %x  weight=o bias=width_bias
+   5 gated_mlp  %x <- %x + %x  norm=norm eps=1e-05 gate=gate up=up down=down act=silu gate_bias=ff_bias up_bias=ff_bias down_bias=width_bias
+   6 lm_head    %logits <- %x[logit_token]  norm=norm eps=1e-05 weight=head
+   7 sample     sampled, logprob <- %logits, rows
+   8 advance    rows, ring <- sampled
+)");
+}
+
+TEST(PlanText, IsTheSameForEqualPlans) {
+  test::TinyRecorder a;
+  test::TinyRecorder b;
+  EXPECT_EQ(plan_text(a.whole_step(), a.tables.weights, a.tables.caches),
+            plan_text(b.whole_step(), b.tables.weights, b.tables.caches));
+}
+
+TEST(PlanText, ShowsWhatDiffers) {
+  test::TinyRecorder t({.tokens = 3, .lanes = 1, .logit_rows = 3, .variant = StepVariant::kScore});
+  QkvOp qkv = t.qkv();
+  qkv.q_norm = qkv.k_norm = std::nullopt;
+  qkv.q_bias = {};
+  qkv.rope.style = RopeStyle::kInterleaved;
+  qkv.rope.attention_factor = 1.5F;
+  LinearOp linear = t.linear();
+  linear.residual = {};
+  linear.bias = {};
+  for (const Op& op : {Op(qkv), Op(linear), Op(t.score()), Op(AdvanceOp{})}) {
+    t.recorder.record(op);
+  }
+  const std::string text = plan_text(t.recorder.finish(), t.tables.weights, t.tables.caches);
+  EXPECT_THAT(text, HasSubstr("plan tokens=3 lanes=1 logit_rows=3 score\n"));
+  EXPECT_THAT(text, HasSubstr("rope=interleaved(frequencies)*1.5\n"));
+  EXPECT_THAT(text, HasSubstr("%x <- %attended  weight=o\n"));
+  EXPECT_THAT(text, HasSubstr("score      logprob <- %x[logit_token], target"));
+  EXPECT_THAT(text, Not(HasSubstr("q_norm")));
+  EXPECT_THAT(text, Not(HasSubstr(" q_bias")));
+}
+
+TEST(PlanText, NamesShapesAndVariants) {
+  EXPECT_EQ(to_string(StepShape{}), "tokens=1 lanes=1 logit_rows=1 sample");
+  EXPECT_STREQ(step_variant_name(StepVariant::kLogits), "logits");
+  EXPECT_STREQ(step_variant_name(StepVariant::kScore), "score");
+}
+
+}  // namespace
+}  // namespace pianola
