@@ -19,7 +19,7 @@ struct BoundsHandler {
   static constexpr std::size_t max_key_size = static_cast<std::size_t>(-1);
   static constexpr std::size_t max_string_size = static_cast<std::size_t>(-1);
   // Real files stay below two million values.
-  static constexpr std::size_t kMaxValues = 5'000'000;
+  static constexpr std::size_t kMaxValues = 3'000'000;
   static constexpr std::size_t kMaxString = std::size_t{1} << 16;
 
   std::size_t values = 0;

@@ -28,8 +28,8 @@ enum class TokenKind : std::uint8_t {
 };
 
 // Limits that every reader keeps, so that a hostile file costs bounded time and memory.
-inline constexpr std::int64_t kMaxVocabulary = std::int64_t{1} << 21;
-inline constexpr std::size_t kMaxMerges = std::size_t{1} << 22;
+inline constexpr std::int64_t kMaxVocabulary = std::int64_t{1} << 20;
+inline constexpr std::size_t kMaxMerges = std::size_t{1} << 21;
 inline constexpr std::size_t kMaxTokenBytes = std::size_t{1} << 14;
 inline constexpr std::size_t kMaxAddedTokenBytes = 512;
 
