@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Measures pianola against llama.cpp on the CPU: same file, same threads, in alternation.
+
+    python bench/compare_llama_cpp.py --pianola build/release/pianola -m MODEL.gguf -t 2 -r 5
+
+Needs a Python with llama-cpp-python (0.3.36 was used). Each round runs llama.cpp and pianola one
+after the other, each in a process of its own; the order changes from round to round. Reported are
+medians and the ratio. llama.cpp's figures hold no sampling, pianola's hold greedy sampling.
+"""
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+
+def run_llama(args):
+    """One process: every test of llama.cpp once, as JSON on standard output."""
+    import ctypes
+
+    import llama_cpp as ll
+
+    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
+        lambda level, text, data: None)
+    ll.llama_log_set(silent, ctypes.c_void_p(0))
+    ll.llama_backend_init()
+    model = ll.llama_model_load_from_file(args.model.encode(), ll.llama_model_default_params())
+    params = ll.llama_context_default_params()
+    params.n_ctx = max(args.depths) + args.prompt + args.generate + 64
+    params.n_batch = 512
+    params.n_ubatch = 512
+    params.n_threads = args.threads
+    params.n_threads_batch = args.threads
+    context = ll.llama_init_from_model(model, params)
+    memory = ll.llama_get_memory(context)
+
+    def decode(count, chunk):
+        tokens = (ll.llama_token * count)(*[(i * 7919) % 4000 + 5 for i in range(count)])
+        done = 0
+        while done < count:
+            n = min(chunk, count - done)
+            part = (ll.llama_token * n)(*tokens[done:done + n])
+            if ll.llama_decode(context, ll.llama_batch_get_one(part, n)) != 0:
+                raise RuntimeError("llama_decode failed")
+            done += n
+        ll.llama_synchronize(context)
+
+    decode(8, 8)
+    decode(1, 1)
+    results = {}
+    for depth in args.depths:
+        suffix = f" @ d{depth}" if depth else ""
+        ll.llama_memory_clear(memory, True)
+        if depth:
+            decode(depth, 512)
+        if args.prompt and not depth:
+            start = time.perf_counter()
+            decode(args.prompt, 512)
+            results[f"pp{args.prompt}{suffix}"] = args.prompt / (time.perf_counter() - start)
+            ll.llama_memory_clear(memory, True)
+        start = time.perf_counter()
+        decode(args.generate, 1)
+        results[f"tg{args.generate}{suffix}"] = args.generate / (time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"tok_s": results, "peak_bytes": peak,
+                      "system": ll.llama_print_system_info().decode()}))
+
+
+def run_pianola(args):
+    command = [args.pianola, "bench", "-m", args.model, "-t", str(args.threads), "-p", str(args.prompt),
+               "-n", str(args.generate), "-d", ",".join(map(str, args.depths)), "-r", "1", "--json"]
+    out = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"tok_s": {r["test"]: r["tok_s"]["median"] for r in out["results"]},
+            "peak_bytes": out.get("peak_rss_bytes"), "system": out.get("backend")}
+
+
+def run_llama_child(args):
+    command = [sys.executable, __file__, "--child"] + sys.argv[1:]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pianola", default="build/release/pianola")
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("-p", "--prompt", type=int, default=512)
+    parser.add_argument("-n", "--generate", type=int, default=64)
+    parser.add_argument("-d", "--depths", type=lambda s: [int(x) for x in s.split(",")], default=[0, 4096])
+    parser.add_argument("-r", "--rounds", type=int, default=5)
+    parser.add_argument("-o", "--output", help="write the result as JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        run_llama(args)
+        return
+
+    runs = {"llama.cpp": [], "pianola": []}
+    for i in range(args.rounds):
+        order = ["llama.cpp", "pianola"] if i % 2 == 0 else ["pianola", "llama.cpp"]
+        for name in order:
+            print(f"round {i + 1} of {args.rounds}: {name}", file=sys.stderr)
+            runs[name].append(run_llama_child(args) if name == "llama.cpp" else run_pianola(args))
+
+    tests = [t for t in runs["llama.cpp"][0]["tok_s"] if t in runs["pianola"][0]["tok_s"]]
+    table = []
+    print(f"{'test':<16} {'llama.cpp':>12} {'pianola':>12} {'ratio':>7}   (tokens/s, medians of {args.rounds})")
+    for test in tests:
+        peer = [r["tok_s"][test] for r in runs["llama.cpp"]]
+        ours = [r["tok_s"][test] for r in runs["pianola"]]
+        ratio = statistics.median(o / p for o, p in zip(ours, peer))
+        print(f"{test:<16} {statistics.median(peer):>12.1f} {statistics.median(ours):>12.1f} {ratio:>7.2f}")
+        table.append({"test": test, "llama_cpp": peer, "pianola": ours, "ratio": ratio})
+    for name in runs:
+        peaks = [r["peak_bytes"] for r in runs[name] if r["peak_bytes"]]
+        if peaks:
+            print(f"peak memory {name}: {max(peaks) / 2**20:.0f} MiB")
+    if args.output:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        with open(args.output, "w") as f:
+            json.dump({"commit": commit, "date": time.strftime("%Y-%m-%d"), "model": os.path.basename(args.model),
+                       "threads": args.threads, "machine": platform.processor() or platform.machine(),
+                       "cpu": next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), ""),
+                       "llama_cpp_system": runs["llama.cpp"][0]["system"], "pianola_system": runs["pianola"][0]["system"],
+                       "peak_bytes": {n: max(r["peak_bytes"] or 0 for r in runs[n]) for n in runs},
+                       "tests": table}, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()
