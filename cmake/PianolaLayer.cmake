@@ -38,7 +38,8 @@ endfunction()
 # Warnings, sanitizers and the debug switches every pianola target shares.
 function(pianola_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
-    -Wno-sign-conversion -Wno-missing-field-initializers $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
+    -Wno-sign-conversion -Wno-missing-field-initializers
+    $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict> $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
   # libstdc++ 12 marks what its own std::stable_sort calls as deprecated, and only GCC overlooks it.
   if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     target_compile_options(${target} PRIVATE -Wno-deprecated-declarations)

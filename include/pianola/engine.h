@@ -140,8 +140,8 @@ class Engine {
   // `chunk` tokens in all. `rows` limits it to some rows; empty means all. The events are valid
   // until the next call. An empty result with running rows means that only prompts were computed.
   std::span<const TokenEvent> step(std::span<const int> rows = {});
-  // Rounds until every one of the rows has stopped, or max_rounds; a single round while a prompt is
-  // queued. The events of all rounds, in order.
+  // Rounds until every one of the rows has stopped, or max_rounds, or about 1,000 events; a single
+  // round while a prompt is queued. The events of all rounds, in order.
   std::span<const TokenEvent> run(int max_rounds, std::span<const int> rows = {});
   // True while some row is running.
   bool has_work() const;

@@ -93,6 +93,10 @@ class Program {
   virtual std::uint64_t address_certificate() const = 0;
 };
 
+// How memory will be touched: all of it soon (weights, workspace), or a little more with every
+// token (caches), where large pages would cost memory that no token uses.
+enum class MemoryUse : std::uint8_t { kDense, kSparse };
+
 // Memory of a device. Zeroed when it is made.
 class DeviceMemory {
  public:
@@ -112,7 +116,7 @@ class Backend {
   // Bytes that could be allocated now.
   virtual std::size_t available_memory() const = 0;
   // Throws OutOfMemory.
-  virtual std::unique_ptr<DeviceMemory> allocate(std::size_t bytes) = 0;
+  virtual std::unique_ptr<DeviceMemory> allocate(std::size_t bytes, MemoryUse use) = 0;
 
   // Throws Unsupported naming the weight.
   virtual WeightLayout weight_layout(const WeightDecl& decl) const = 0;

@@ -15,7 +15,7 @@ namespace {
 
 class HostMemory final : public DeviceMemory {
  public:
-  explicit HostMemory(std::size_t bytes) : size_(bytes) {
+  HostMemory(std::size_t bytes, MemoryUse use) : size_(bytes) {
     if (bytes == 0) return;
     void* address =
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -23,7 +23,8 @@ class HostMemory final : public DeviceMemory {
       fail(ErrorCode::kOutOfMemory, "memory: the system refused {} bytes", bytes);
     }
     data_ = static_cast<std::byte*>(address);
-    ::madvise(address, bytes, MADV_HUGEPAGE);  // fewer TLB misses on weights; advice only
+    // Advice only: large pages save address translations where everything is read anyway.
+    ::madvise(address, bytes, use == MemoryUse::kDense ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   }
   ~HostMemory() override {
     if (data_) ::munmap(data_, size_);
@@ -60,8 +61,8 @@ std::size_t available_in_meminfo() {
 
 }  // namespace
 
-std::unique_ptr<DeviceMemory> allocate_host_memory(std::size_t bytes) {
-  return std::make_unique<HostMemory>(bytes);
+std::unique_ptr<DeviceMemory> allocate_host_memory(std::size_t bytes, MemoryUse use) {
+  return std::make_unique<HostMemory>(bytes, use);
 }
 
 std::size_t available_host_memory() {

@@ -46,6 +46,8 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
       fail(ErrorCode::kInvalidArgument, "{}: cannot map {} bytes: {}", path.string(), size,
            std::strerror(reason));
     }
+    // A few rows of a large table must not bring two megabytes each into this process.
+    ::madvise(address, size, MADV_NOHUGEPAGE);
     data_ = static_cast<const std::byte*>(address);
     size_ = size;
   }

@@ -22,7 +22,10 @@ std::span<const TokenEvent> Engine::step(std::span<const int> rows) {
 // The same for many rounds at once: the tables of a decode step feed themselves.
 std::span<const TokenEvent> Engine::run(int max_rounds, std::span<const int> rows) {
   Impl& e = *impl_;
-  if (max_rounds <= 1 || !e.all_decode(rows)) return step(rows);
+  if (max_rounds < 1) {
+    fail(ErrorCode::kInvalidArgument, "engine: run() of {} rounds, expected 1 or more", max_rounds);
+  }
+  if (max_rounds == 1 || !e.all_decode(rows)) return step(rows);
   e.events.clear();
   e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
@@ -51,6 +54,7 @@ bool Engine::Impl::all_decode(std::span<const int> only) const {
 }
 
 void Engine::Impl::fill_tables(std::span<const int> only) {
+  for (const int row : only) rows->row(row);  // InvalidArgument when it is not open
   tables->clear();
   lanes.clear();
   const auto all = rows->rows();
@@ -143,7 +147,12 @@ std::span<const std::int32_t> Engine::history(int row) const {
 int Engine::length(int row) const { return impl_->rows->row(row).length; }
 void Engine::keep_first(int row, int n) { impl_->rows->keep_first(row, n); }
 void Engine::drop_last(int row, int n) {
-  impl_->rows->keep_first(row, static_cast<int>(impl_->rows->row(row).history.size()) - n);
+  const std::size_t size = impl_->rows->row(row).history.size();
+  if (n < 0 || static_cast<std::size_t>(n) > size) {
+    fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot drop the last {}",
+         row, size, n);
+  }
+  impl_->rows->keep_first(row, static_cast<int>(size) - n);
 }
 void Engine::reset(int row) { impl_->rows->keep_first(row, 0); }
 

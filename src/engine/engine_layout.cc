@@ -107,18 +107,28 @@ int logits_chunk_of(const EngineOptions& options) { return std::min(options.chun
 
 namespace {
 
-// The largest default length that fits, by bisection over whole blocks: memory grows with it.
-int choose_max_seq_len(const CausalModel& model, const EngineOptions& options,
-                       const ModelTables& tables, std::size_t other_bytes, std::size_t available) {
-  const auto model_limit = static_cast<int>(
-      std::min<std::int64_t>(model.config().max_position_embeddings, kDefaultMaxSeqLen));
-  int length = std::max(model_limit, 1);
-  const auto bytes_at = [&](int n) {
-    EngineOptions trial = options;
-    trial.max_seq_len = n;
-    return CacheLayout(tables.caches, cache_options(trial)).total_bytes() + other_bytes;
+// The longest that a model can use: its own limit, its window, and the default.
+int longest_default(const ModelConfig& config) {
+  std::int64_t length = std::min<std::int64_t>(config.max_position_embeddings, kDefaultMaxSeqLen);
+  if (config.sliding_window) length = std::min<std::int64_t>(length, *config.sliding_window);
+  return static_cast<int>(std::max<std::int64_t>(length, 1));
+}
+
+// The largest default length that fits, by whole blocks. Apart from the caches all memory is
+// counted as `longest` needs it, which is a little more than a shorter length does.
+int choose_max_seq_len(const CausalModel& model, EngineOptions options, const Backend& backend,
+                       std::size_t available) {
+  int length = longest_default(model.config());
+  options.max_seq_len = length;
+  options.memory_limit = available;
+  const EngineLayout longest(model, options, backend);
+  const MemoryPlan& memory = longest.memory();
+  const std::size_t other_bytes = memory.total - memory.cache;
+  const auto cache_bytes = [&](int n) {
+    options.max_seq_len = n;
+    return CacheLayout(longest.tables().caches, cache_options(options)).total_bytes();
   };
-  while (length > kLeastMaxSeqLen && bytes_at(length) > available) {
+  while (length > kLeastMaxSeqLen && cache_bytes(length) + other_bytes > available) {
     length = std::max(kLeastMaxSeqLen, (length - 1) / kCacheBlock * kCacheBlock);
   }
   return length;
@@ -135,11 +145,9 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   const std::size_t available =
       options_.memory_limit ? options_.memory_limit : backend.available_memory();
   if (options_.max_seq_len == 0) {
-    const ModelTables tables = model.tables(1);
-    Arena arena;
-    const std::size_t weights = WeightStore(tables.weights, layout, arena).device_bytes();
-    options_.max_seq_len = choose_max_seq_len(model, options_, tables, weights, available);
+    options_.max_seq_len = choose_max_seq_len(model, options_, backend, available);
   }
+  options_.chunk = std::min(options_.chunk, options_.max_seq_len);
   if (model.config().sliding_window && options_.max_seq_len > *model.config().sliding_window) {
     fail(ErrorCode::kUnsupported,
          "engine options: max_seq_len {} is beyond the model's sliding window of {}, which this "

@@ -36,10 +36,11 @@ Engine::Impl::Impl(std::shared_ptr<const CausalModel> model_in, const EngineOpti
 }
 
 void Engine::Impl::allocate() {
-  weight_memory = backend->allocate(layout.weight_arena().size());
-  cache_memory = backend->allocate(layout.cache_arena().size());
-  state_memory = backend->allocate(layout.state().bytes());
-  work_memory = backend->allocate(layout.workspace_bytes() + layout.scratch_bytes());
+  weight_memory = backend->allocate(layout.weight_arena().size(), MemoryUse::kDense);
+  cache_memory = backend->allocate(layout.cache_arena().size(), MemoryUse::kSparse);
+  state_memory = backend->allocate(layout.state().bytes(), MemoryUse::kSparse);
+  work_memory =
+      backend->allocate(layout.workspace_bytes() + layout.scratch_bytes(), MemoryUse::kSparse);
   layout.weight_arena().seal(weight_memory->data());
   layout.cache_arena().seal(cache_memory->data());
   state = layout.state().bind(state_memory->data());

@@ -35,6 +35,8 @@ std::optional<Piece> Generator::next() {
       continue;
     }
     for (const TokenEvent& event : impl_->engine.step({&row, 1})) sequence.accept(event);
+    // Somebody else has moved the row back: nothing more will come of it.
+    if (!sequence.finished() && impl_->engine.status(row) != RowStatus::kRunning) sequence.cancel();
   }
   return piece;
 }
@@ -134,7 +136,10 @@ class Batch {
         result.tokens.push_back(piece.token);
         if (requests_[active.request].sampling.logprobs) result.logprobs.push_back(piece.logprob);
       }
-      if (on_piece_ && !on_piece_(active.request, piece)) active.sequence->cancel();
+      if (on_piece_ && !on_piece_(active.request, piece)) {
+        active.sequence->cancel();
+        break;  // what was held back is not wanted either
+      }
     }
     if (!active.sequence->finished()) return;
     result.finish_reason = active.sequence->finish_reason();

@@ -124,8 +124,8 @@ ChatInput make_input(const std::vector<ChatMessage>& messages, const ChatTemplat
 }
 
 // Separates the text of the template from that of the user. A control token's text inside a message
-// is broken by a character that occurs nowhere in the conversation; after the template has run,
-// what still reads as a control token is the template's own.
+// gets a mark in front, a character that occurs nowhere in the conversation; after the template has
+// run, what reads as a control token without a mark is the template's own.
 class ControlTextGuard {
  public:
   explicit ControlTextGuard(const std::vector<std::string>& control_texts)
@@ -152,14 +152,16 @@ class ControlTextGuard {
     std::vector<TokenId> ids;
     std::string plain;
     const auto flush = [&] {
-      for (std::size_t at = 0; (at = plain.find(mark_, at)) != std::string::npos;) {
-        plain.erase(at, mark_.size());
-      }
       const auto part = tokenizer.encode(plain, {.add_special = false, .parse_special = false});
       ids.insert(ids.end(), part.begin(), part.end());
       plain.clear();
     };
     for (std::size_t at = 0; at < rendered.size();) {
+      if (rendered.compare(at, mark_.size(), mark_) == 0) {
+        at += mark_.size();
+        if (at < rendered.size()) plain += rendered[at++];
+        continue;
+      }
       const std::string* control = longest_control_at(rendered, at);
       if (control) {
         flush();
@@ -204,17 +206,15 @@ class ControlTextGuard {
          "chat: a message holds every Unicode noncharacter from U+FDD0 to U+FDEF");
   }
 
-  // Puts the mark behind the first byte of each control text (its first character is ASCII or the
-  // mark would split it, so behind its first character).
+  // In front, not inside: a control text may be a single character. One that starts inside another
+  // gets its own mark.
   void protect_text(std::string& text) const {
+    std::string marked;
     for (std::size_t at = 0; at < text.size(); ++at) {
-      if (!longest_control_at(text, at)) continue;
-      std::size_t next = at + 1;
-      while (next < text.size() && (static_cast<unsigned char>(text[next]) & 0xC0U) == 0x80U)
-        ++next;
-      text.insert(next, mark_);
-      at = next + mark_.size() - 1;
+      if (longest_control_at(text, at)) marked += mark_;
+      marked += text[at];
     }
+    text = std::move(marked);
   }
 
   const std::vector<std::string>& control_texts_;

@@ -39,6 +39,14 @@ Sequence::Sequence(Engine& engine, const Model& model, GenerationRequest request
     fail(ErrorCode::kInvalidArgument, "request: max_tokens is {}, expected -1 (no limit) or more",
          request_.max_tokens);
   }
+  for (const TokenId token : request_.prompt) {  // before a continued row gives up what it holds
+    if (token < 0 || token >= engine.vocab_size()) {
+      fail(ErrorCode::kInvalidArgument,
+           "request: token {} of the prompt is outside the vocabulary "
+           "of {}",
+           token, engine.vocab_size());
+    }
+  }
   if (model.has_tokenizer()) {
     detokenizer_ = std::make_unique<Detokenizer>(model.shared_tokenizer(), true);
   } else if (!request_.stop.empty()) {

@@ -29,8 +29,16 @@ StopStrings::StopStrings(std::vector<std::string> strings) : strings_(std::move(
 std::string StopStrings::push(std::string_view text) {
   if (found_) return {};
   held_ += text;
+  // The one that is complete first, of several the longest: then it does not matter how the text
+  // was cut into pieces.
   std::size_t first = std::string::npos;
-  for (const std::string& s : strings_) first = std::min(first, held_.find(s));
+  std::size_t end = std::string::npos;
+  for (const std::string& s : strings_) {
+    const std::size_t at = held_.find(s);
+    if (at == std::string::npos || at + s.size() > end) continue;
+    first = at + s.size() < end ? at : std::min(first, at);
+    end = at + s.size();
+  }
   if (first != std::string::npos) {
     found_ = true;
     std::string safe = held_.substr(0, first);

@@ -208,7 +208,7 @@ Arguments Interpreter::evaluate_arguments(std::uint32_t site, Scope& scope) {
 }
 
 Value Interpreter::get_attribute(const Value& object, std::string_view name) {
-  if (object.is_undefined() && !name.starts_with("__")) fail_undefined(sandbox_, object);
+  if (object.is_undefined()) fail_undefined(sandbox_, object);
   if (auto found = find_attribute(*this, object, name)) return *found;
   if (object.is(Kind::kDict)) {
     if (const Value* found = object.dict().find(name)) return *found;

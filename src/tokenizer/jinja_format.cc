@@ -41,7 +41,7 @@ class Writer {
         out_ += float_repr(value.as_double());
         return;
       case Kind::kString:
-        sandbox_.copy(value.str().size());
+        sandbox_.scan(value.str().size());
         out_ += value.as_text().markup ? "Markup(" + quote(value.str()) + ")" : quote(value.str());
         return;
       case Kind::kList:
@@ -164,9 +164,8 @@ class JsonWriter {
     if (style_.sort_keys) {
       sandbox_.reserve_items(2 * object.entries.size());
       sorted = object.entries;
-      std::stable_sort(sorted.begin(), sorted.end(), [this](const auto& a, const auto& b) {
-        return less(sandbox_, a.first, b.first);
-      });
+      merge_sort(sorted,
+                 [this](const auto& a, const auto& b) { return less(sandbox_, a.first, b.first); });
     }
     const auto& entries = style_.sort_keys ? sorted : object.entries;
     out_ += '{';
@@ -201,7 +200,7 @@ class JsonWriter {
   }
 
   void string(std::string_view text) {
-    sandbox_.copy(text.size());
+    sandbox_.scan(text.size());
     out_ += '"';
     for (std::size_t i = 0; i < text.size();) {
       const auto byte = static_cast<unsigned char>(text[i]);

@@ -193,9 +193,10 @@ class PercentFormatter {
       sandbox_.reserve(out_.size());
     }
     const bool tuple = arguments_.is(Kind::kTuple);
+    const bool subscripted = arguments_.is(Kind::kDict) || arguments_.is(Kind::kList) ||
+                             arguments_.is(Kind::kRange) || arguments_.is_undefined();
     const bool all_used =
-        tuple ? used_ >= arguments_.items().size()
-              : used_ >= 1 || named_ || arguments_.is(Kind::kDict) || arguments_.is(Kind::kList);
+        tuple ? used_ >= arguments_.items().size() : used_ >= 1 || named_ || subscripted;
     if (!all_used) sandbox_.fail("not all arguments converted during string formatting");
     return sandbox_.string(std::move(out_), markup_);
   }

@@ -197,6 +197,7 @@ Value slice_string(Sandbox& sandbox, const Value& value, const Bounds& b) {
     return sandbox.string(std::string(rest.substr(0, ascii ? count : byte_offset(rest, count))),
                           markup);
   }
+  sandbox.scan(text.size());
   const std::u32string wide = to_utf32(text);
   std::u32string out;
   for (std::int64_t i = 0, at = b.start; i < b.count; ++i) {
@@ -373,7 +374,7 @@ std::optional<std::int64_t> find_length(const Value& value) {
 }
 
 std::int64_t length_of(Sandbox& sandbox, const Value& value) {
-  if (value.is_string() && !value.as_text().ascii) sandbox.copy(value.str().size());
+  if (value.is_string() && !value.as_text().ascii) sandbox.scan(value.str().size());
   const auto n = find_length(value);
   if (!n) sandbox.fail("object of type '{}' has no len()", type_name(value));
   return *n;

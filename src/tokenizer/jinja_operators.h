@@ -6,7 +6,9 @@
 //   for (Value item; walk.next(item);) ...
 #pragma once
 
+#include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "tokenizer/jinja_ast.h"
 
@@ -47,6 +49,27 @@ std::vector<Value> to_vector(Sandbox& sandbox, const Value& iterable);
 Value to_str(Sandbox& sandbox, const Value& value);
 std::string repr(Sandbox& sandbox, const Value& value);
 std::string float_repr(double value);
+
+// A stable merge sort. `before` may throw, and may be no order at all (NaN): then the result is
+// some order, where std::sort would leave its range.
+template <typename T, typename Before>
+void merge_sort(std::vector<T>& items, Before before) {
+  std::vector<T> merged(items.size());
+  for (std::size_t width = 1; width < items.size(); width *= 2) {
+    for (std::size_t start = 0; start < items.size(); start += 2 * width) {
+      const std::size_t middle = std::min(start + width, items.size());
+      const std::size_t end = std::min(start + 2 * width, items.size());
+      std::size_t left = start;
+      std::size_t right = middle;
+      for (std::size_t out = start; out < end; ++out) {
+        const bool take_right =
+            right < end && (left == middle || before(items[right], items[left]));
+        merged[out] = std::move(take_right ? items[right++] : items[left++]);
+      }
+    }
+    items.swap(merged);
+  }
+}
 
 [[noreturn]] void fail_undefined(const Sandbox& sandbox, const Value& value);
 // An undefined for an attribute or element that does not exist.

@@ -298,7 +298,7 @@ class StatementParser {
   }
 
   // Parses the body of a macro, a call block or a generation block, and stores the macro.
-  std::uint32_t finish_macro(MacroDecl macro, std::string_view end_name) {
+  std::uint32_t finish_macro(MacroDecl macro, std::uint32_t line, std::string_view end_name) {
     const Body scope(*this, false);
     s_.open_macros.push_back(&macro);
     macro.body = body_until(end_name);
@@ -309,7 +309,13 @@ class StatementParser {
     };
     if (has(s_.result.varargs)) macro.uses_varargs = false;
     if (has(s_.result.kwargs)) macro.uses_kwargs = false;
-    if (has(s_.result.caller)) macro.uses_caller = false;
+    if (has(s_.result.caller)) {
+      const auto at = std::find(macro.parameters.begin(), macro.parameters.end(), s_.result.caller);
+      if (macro.uses_caller && macro.parameters.end() - at > std::ssize(macro.defaults)) {
+        fail_syntax(line, "the special argument 'caller' must be omitted or be given a default");
+      }
+      macro.uses_caller = false;
+    }
     s_.result.macros.push_back(std::move(macro));
     return static_cast<std::uint32_t>(s_.result.macros.size() - 1);
   }
@@ -319,7 +325,7 @@ class StatementParser {
     macro.name = s_.expect_name();
     macro.variable = s_.variable(macro.name);
     parse_signature(macro);
-    return s_.add(NodeKind::kMacro, line, finish_macro(std::move(macro), "endmacro"));
+    return s_.add(NodeKind::kMacro, line, finish_macro(std::move(macro), line, "endmacro"));
   }
 
   NodeId parse_call(std::uint32_t line) {
@@ -328,7 +334,8 @@ class StatementParser {
     if (s_.current().is_op("(")) parse_signature(caller);
     const NodeId call = expressions_.expression();
     if (s_.result.nodes[call].kind != NodeKind::kCall) fail_syntax(line, "expected call");
-    return s_.add(NodeKind::kCallBlock, line, finish_macro(std::move(caller), "endcall"), call);
+    return s_.add(NodeKind::kCallBlock, line, finish_macro(std::move(caller), line, "endcall"),
+                  call);
   }
 
   NodeId parse_filter(std::uint32_t line) {

@@ -9,7 +9,7 @@ namespace {
 
 Value fold_case(Sandbox& sandbox, const Value& value) {
   if (!value.is_string()) return value;
-  sandbox.copy(value.str().size());
+  sandbox.scan(value.str().size());
   return sandbox.string(to_lower(value.str()));
 }
 
@@ -60,7 +60,7 @@ class Getter {
 
 // sorted(items, key, reverse): stable, also in reverse.
 void sort_by_key(Sandbox& sandbox, std::vector<std::pair<Value, Value>>& keyed, bool reverse) {
-  std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
+  merge_sort(keyed, [&](const auto& a, const auto& b) {
     return reverse ? less(sandbox, b.first, a.first) : less(sandbox, a.first, b.first);
   });
 }

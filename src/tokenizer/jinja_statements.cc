@@ -196,16 +196,18 @@ Interpreter::Flow Interpreter::run_loop(const ForLoop& loop, Value iterable, Sco
     for (Scope* s = &scope; s != nullptr && !s->captured; s = s->parent) s->captured = true;
   }
   const Value self = Value::object(&state);
-  bool ran = false;
+  bool finished = false;
   for (Value item; advance(state, item);) {
-    ran = true;
     LocalScope local(*this, scope);
     define(*local, template_.loop, self);
     assign(loop.target, item, *local);
-    if (run_block(loop.body, *local) == Flow::kBreak) break;
+    const Flow flow = run_block(loop.body, *local);
+    if (flow == Flow::kBreak) break;
+    finished = finished || flow == Flow::kNormal;
   }
-  // {% else %} runs when there was no item: a break needs one.
-  if (!ran && loop.otherwise != kNoNode) {
+  // As Jinja compiles it, {% else %} runs when no item reached the end of the body: not only when
+  // there was none, but also when each met a break or a continue.
+  if (!finished && loop.otherwise != kNoNode) {
     LocalScope local(*this, scope);
     return run_block(loop.otherwise, *local);
   }

@@ -37,16 +37,19 @@ class StringCall {
     const std::int64_t max = bound.integer(1, -1);
     const bool right = name_ == "rsplit";
     if (!bound.has(0) || bound[0].is(Kind::kNone)) {
+      sandbox_.scan(text_.size());
       return give_list(right ? rsplit_space(text_, max) : split_space(text_, max));
     }
     const std::string& separator = bound.text(0);
     if (separator.empty()) sandbox_.fail("empty separator");
+    sandbox_.scan(text_.size());
     sandbox_.reserve_items(count_of(text_, separator));
     return give_list(right ? rsplit_at(text_, separator, max) : split_at(text_, separator, max));
   }
 
   Value split_lines_of() {
     const Bound bound(sandbox_, name_, arguments_, {"keepends"});
+    sandbox_.scan(text_.size());
     return give_list(split_lines(text_, bound.truth(0)));
   }
 
@@ -90,6 +93,7 @@ class StringCall {
     const std::string& part = bound.text(0);
     const Range range = range_of(bound);
     if (name_ == "count") {
+      sandbox_.scan(text_.size());
       const std::size_t n = range.valid ? count_of(range.text, part) : 0;
       return Value::integer(static_cast<std::int64_t>(n));
     }
@@ -110,6 +114,7 @@ class StringCall {
     const bool escape = markup() && !bound[1].as_text().markup;
     const std::string new_part = escape ? escape_html(bound.text(1)) : bound.text(1);
     const std::int64_t count = bound.integer(2, -1);
+    sandbox_.scan(2 * text_.size());  // counted, then replaced
     sandbox_.reserve(replaced_size(text_, old_part, new_part, count));
     return give(replace_all(text_, old_part, new_part, count));
   }
@@ -173,6 +178,7 @@ class StringCall {
 
   Value change_case() {
     const Bound bound(sandbox_, name_, arguments_, {});
+    sandbox_.scan(text_.size());
     if (name_ == "upper") return give(to_upper(text_));
     if (name_ == "lower") return give(to_lower(text_));
     if (name_ == "title") return give(to_title(text_));
@@ -182,6 +188,7 @@ class StringCall {
 
   Value classify() {
     const Bound bound(sandbox_, name_, arguments_, {});
+    sandbox_.scan(text_.size());
     if (name_ == "isascii") return Value::boolean(self_.as_text().ascii);
     const std::u32string wide = to_utf32(text_);
     if (name_ == "isprintable") return Value::boolean(all(wide, is_printable));

@@ -163,7 +163,7 @@ std::vector<std::string_view> split_space(std::string_view text, std::int64_t ma
   text = strip_space(text, 1);
   while (!text.empty()) {
     if (max >= 0 && static_cast<std::int64_t>(parts.size()) == max) {
-      parts.push_back(strip_space(text, 2));
+      parts.push_back(text);
       break;
     }
     std::size_t end = 0;
@@ -183,7 +183,7 @@ std::vector<std::string_view> rsplit_space(std::string_view text, std::int64_t m
   text = strip_space(text, 2);
   while (!text.empty()) {
     if (max >= 0 && static_cast<std::int64_t>(parts.size()) == max) {
-      parts.push_back(strip_space(text, 1));
+      parts.push_back(text);
       break;
     }
     std::size_t start = text.size();

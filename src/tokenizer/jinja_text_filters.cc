@@ -21,7 +21,7 @@ const std::string& need_text(Interpreter& in, const Value& value, std::string_vi
   if (!value.is_string()) {
     in.sandbox().fail("filter '{}' needs a str, not {}", filter, type_name(value));
   }
-  in.sandbox().copy(value.str().size());
+  in.sandbox().scan(value.str().size());
   return value.str();
 }
 
@@ -43,7 +43,7 @@ Value capitalize_filter(Interpreter& in, const Value& value, Arguments& argument
 Value title(Interpreter& in, const Value& value, Arguments& arguments) {
   const Bound bound(in.sandbox(), "title", arguments, {});
   const Value text = soft(in, value);
-  in.sandbox().copy(text.str().size());
+  in.sandbox().scan(text.str().size());
   const std::u32string wide = to_utf32(text.str());
   const auto separates = [](char32_t c) {
     return is_space(c) || c == '-' || c == '(' || c == '{' || c == '[' || c == '<';
@@ -76,7 +76,7 @@ Value replace(Interpreter& in, const Value& value, Arguments& arguments) {
   const std::string old_part = soft(in, bound[0]).str();
   const std::string new_part = soft(in, bound[1]).str();
   const std::int64_t count = bound.integer(2, -1);
-  sandbox.copy(text.size());
+  sandbox.scan(2 * text.size());  // counted, then replaced
   sandbox.reserve(replaced_size(text, old_part, new_part, count));
   return sandbox.string(replace_all(text, old_part, new_part, count));
 }
@@ -132,7 +132,7 @@ Value truncate(Interpreter& in, const Value& value, Arguments& arguments) {
 Value word_count(Interpreter& in, const Value& value, Arguments& arguments) {
   const Bound bound(in.sandbox(), "wordcount", arguments, {});
   const Value text = soft(in, value);
-  in.sandbox().copy(text.str().size());
+  in.sandbox().scan(text.str().size());
   std::int64_t words = 0;
   bool inside = false;
   for (const char32_t c : to_utf32(text.str())) {
@@ -161,6 +161,7 @@ Value escape(Interpreter& in, const Value& value, Arguments& arguments) {
   const Bound bound(in.sandbox(), "escape", arguments, {});
   const Value text = soft(in, value);
   if (text.as_text().markup) return text;
+  in.sandbox().scan(text.str().size());
   return in.sandbox().string(escape_html(text.str()), true);
 }
 

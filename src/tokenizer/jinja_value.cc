@@ -172,6 +172,7 @@ Value Sandbox::undefined(std::string message) {
 }
 
 void Sandbox::adopt(std::unique_ptr<Object> object, std::size_t bytes) {
+  step(4);
   charge(bytes + sizeof(void*) * 2);
   objects_.push_back(std::move(object));
 }

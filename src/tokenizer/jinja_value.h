@@ -30,8 +30,9 @@ namespace pianola::jinja {
 // InvalidModel (its source).
 struct Limits {
   std::size_t source_bytes = std::size_t{1} << 20;
-  std::size_t nesting = 100;       // of statements and of expressions in the source
-  std::int64_t steps = 1'000'000;  // nodes evaluated, items visited, and 1 for each 64 bytes copied
+  std::size_t nesting = 100;  // of statements and of expressions in the source
+  std::int64_t steps =
+      1'000'000;  // nodes evaluated, items visited, 1 for 64 bytes copied, 1 for 8 scanned
   std::size_t output_bytes = std::size_t{4} << 20;
   std::size_t memory_bytes = std::size_t{64} << 20;  // of all values alive
   int call_depth = 100;                              // macros and recursive loops
@@ -250,6 +251,8 @@ class Sandbox {
     if (steps_ < check_at_) check_budget();
   }
   void copy(std::size_t bytes) { step(1 + static_cast<std::int64_t>(bytes / 64)); }
+  // Work on every character of `bytes`, which costs more than copying them.
+  void scan(std::size_t bytes) { step(1 + static_cast<std::int64_t>(bytes / 8)); }
   // Throws when `bytes` more would not fit: call it before a large string or list is built.
   void reserve(std::size_t bytes) const;
   // As copy() and reserve(), for `count` values.

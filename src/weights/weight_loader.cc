@@ -1,6 +1,7 @@
 #include "weights/weight_loader.h"
 
-#include <cstring>
+#include <algorithm>
+#include <numeric>
 
 namespace pianola {
 
@@ -25,8 +26,15 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
                        const LoadCallback& progress) {
   std::uint64_t total = 0;
   for (const WeightDecl& decl : decls_) total += decl.source_bytes();
+  // The largest first, while little else is resident: source and copy of a tensor exist together.
+  std::vector<std::size_t> order(decls_.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [this](std::size_t a, std::size_t b) {
+    return decls_[a].source_bytes() > decls_[b].source_bytes();
+  });
+  bound_.resize(decls_.size());
   std::uint64_t done = 0;
-  for (std::size_t i = 0; i < decls_.size(); ++i) {
+  for (const std::size_t i : order) {
     const WeightDecl& decl = decls_[i];
     const Entry& entry = entries_[i];
     const std::byte* data = nullptr;
@@ -46,7 +54,7 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
         checkpoint.drop(tensor);
       }
     }
-    bound_.push_back({&decl, entry.layout, data});
+    bound_[i] = {&decl, entry.layout, data};
     done += decl.source_bytes();
     if (progress) progress(done, total, decl.name);
   }

@@ -44,8 +44,8 @@ std::string CpuBackend::description() const {
 
 std::size_t CpuBackend::available_memory() const { return available_host_memory(); }
 
-std::unique_ptr<DeviceMemory> CpuBackend::allocate(std::size_t bytes) {
-  return allocate_host_memory(bytes);
+std::unique_ptr<DeviceMemory> CpuBackend::allocate(std::size_t bytes, MemoryUse use) {
+  return allocate_host_memory(bytes, use);
 }
 
 WeightLayout CpuBackend::weight_layout(const WeightDecl& decl) const {

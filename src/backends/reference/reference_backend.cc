@@ -41,8 +41,8 @@ std::string ReferenceBackend::description() const {
 
 std::size_t ReferenceBackend::available_memory() const { return available_host_memory(); }
 
-std::unique_ptr<DeviceMemory> ReferenceBackend::allocate(std::size_t bytes) {
-  return allocate_host_memory(bytes);
+std::unique_ptr<DeviceMemory> ReferenceBackend::allocate(std::size_t bytes, MemoryUse use) {
+  return allocate_host_memory(bytes, use);
 }
 
 WeightLayout ReferenceBackend::weight_layout(const WeightDecl& decl) const {

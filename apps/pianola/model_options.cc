@@ -1,0 +1,123 @@
+#include "model_options.h"
+
+#include <CLI/CLI.hpp>
+
+#include <chrono>
+#include <cmath>
+
+#include "backends/backend.h"
+#include "backends/cpu/isa.h"
+#include "base/check.h"
+#include "signals.h"
+#include "terminal.h"
+
+namespace pianola::cli {
+namespace {
+
+std::string isa_list() {
+  std::string names;
+  for (const cpu::Isa isa : cpu::supported_isas()) {
+    names += (names.empty() ? "" : ", ") + std::string(cpu::isa_name(isa));
+  }
+  return names;
+}
+
+}  // namespace
+
+CLI::Option* with_environment(CLI::Option* option, const char* variable) {
+  return option->envname(variable);
+}
+
+CLI::Option* add_model_path(CLI::App& command, ModelOptions& options) {
+  return with_environment(
+      command.add_option("-m,--model", options.path,
+                         "Model: a GGUF file, or a folder with config.json and safetensors"),
+      "PIANOLA_MODEL");
+}
+
+void add_engine_options(CLI::App& command, ModelOptions& options) {
+  EngineOptions& engine = options.engine;
+  const std::string group = "Engine";
+  const auto add = [&](const char* flag, auto& value, const std::string& text, const char* env,
+                       const char* type) {
+    with_environment(command.add_option(flag, value, text), env)->group(group)->type_name(type);
+  };
+  add("-c,--ctx", engine.max_seq_len,
+      "Tokens that a sequence can hold. Default: the least of the model's own, 8192 and what fits",
+      "PIANOLA_CTX", "TOKENS");
+  add("-t,--threads", engine.threads, "Threads. Default: one for each usable processor",
+      "PIANOLA_THREADS", "N");
+  add("--backend", engine.backend,
+      "cpu, or reference (scalar, slow, the specification). Default: cpu", "PIANOLA_BACKEND",
+      "NAME");
+  add("--isa", engine.isa,
+      "Instruction set of the cpu backend; here: " + isa_list() + ". Default: the best",
+      "PIANOLA_ISA", "NAME");
+  add("--cache-type", engine.cache_type,
+      "Numbers in the cache: f16, bf16 or f32. Default: " + engine.cache_type, "PIANOLA_CACHE_TYPE",
+      "TYPE");
+  add("-b,--chunk", engine.chunk,
+      "Prompt tokens in one step. Default: " + std::to_string(engine.chunk), "PIANOLA_CHUNK",
+      "TOKENS");
+  add("--memory", options.memory, "Bytes the engine may take, as in 2GiB. Default: what is free",
+      "PIANOLA_MEMORY", "BYTES");
+}
+
+void add_slots_option(CLI::App& command, ModelOptions& options) {
+  with_environment(
+      command.add_option("--slots", options.engine.slots, "Sequences at a time. Default: 1"),
+      "PIANOLA_SLOTS")
+      ->group("Engine")
+      ->type_name("N");
+}
+
+std::size_t parse_bytes(const std::string& text) {
+  std::size_t end = 0;
+  double value = -1;
+  try {
+    value = std::stod(text, &end);
+  } catch (const std::exception&) {
+    end = 0;
+  }
+  std::string unit = text.substr(end);
+  std::erase(unit, ' ');
+  double factor = 0;
+  if (unit.empty() || unit == "B") factor = 1;
+  for (const auto& [letter, size] :
+       {std::pair{'K', 0x1p10}, {'M', 0x1p20}, {'G', 0x1p30}, {'T', 0x1p40}}) {
+    const std::string name(1, letter);
+    if (unit == name || unit == name + "iB" || unit == name + "B") factor = size;
+  }
+  const double bytes = value * factor;
+  if (end == 0 || factor == 0 || !(bytes >= 1) || bytes > 0x1p60) {
+    fail(ErrorCode::kInvalidArgument,
+         "--memory: '{}' is no size; expected bytes, or a number with KiB, MiB, GiB or TiB", text);
+  }
+  return static_cast<std::size_t>(bytes);
+}
+
+Engine make_engine(const Model& model, const ModelOptions& options, bool quiet) {
+  EngineOptions engine = options.engine;
+  if (!options.memory.empty()) engine.memory_limit = parse_bytes(options.memory);
+  Progress progress("loading", ProgressUnit::kBytes, !quiet);
+  engine.on_progress = [&](const LoadProgress& p) {
+    throw_if_interrupted();
+    progress.update(p.done_bytes, p.total_bytes);
+  };
+  return Engine(model.causal(), engine);
+}
+
+Loaded load(const ModelOptions& options, bool quiet) {
+  if (options.path.empty()) {
+    fail(ErrorCode::kInvalidArgument,
+         "no model: name a GGUF file or a folder with -m, or in PIANOLA_MODEL");
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  Model model = Model::open(options.path);
+  throw_if_interrupted();
+  Engine engine = make_engine(model, options, quiet);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  return {std::move(model), std::move(engine), seconds.count()};
+}
+
+}  // namespace pianola::cli

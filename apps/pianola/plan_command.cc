@@ -1,0 +1,111 @@
+// pianola plan: what a model takes and whether it fits, before anything is loaded.
+#include <CLI/CLI.hpp>
+
+#include <memory>
+
+#include "base/check.h"
+#include "command.h"
+#include "json_text.h"
+#include "model_options.h"
+#include "signals.h"
+#include "terminal.h"
+
+namespace pianola::cli {
+namespace {
+
+struct PlanOptions {
+  ModelOptions model;
+  bool json = false;
+};
+
+constexpr const char* kFooter = R"(
+Examples:
+  pianola plan -m model.gguf -c 8192 --slots 4
+  pianola plan -m model.gguf -c 32768 --cache-type f32 --memory 4GiB
+  pianola plan -m model.gguf --json | jq .total
+
+Reads headers only, and allocates nothing. Exit status 6 when it does not fit.)";
+
+MemoryPlan plan_for(const Model& model, EngineOptions options, int max_seq_len) {
+  throw_if_interrupted();
+  options.max_seq_len = max_seq_len;
+  return Engine::plan(*model.causal(), options);
+}
+
+// The longest context that fits, up to the model's own: whole blocks of 64 tokens. 0: none.
+int longest_that_fits(const Model& model, const EngineOptions& options) {
+  constexpr int kBlock = 64;
+  const auto limit = static_cast<int>(std::min<std::int64_t>(model.info().context, 1 << 24));
+  if (plan_for(model, options, limit).fits()) return limit;
+  int low = 0;
+  int high = (limit + kBlock - 1) / kBlock;
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    (plan_for(model, options, middle * kBlock).fits() ? low : high) = middle;
+  }
+  return low * kBlock;
+}
+
+boost::json::object to_json(const Model& model, const MemoryPlan& plan, int longest) {
+  boost::json::object object;
+  object["model"] = {{"name", json_string(model.info().name)},
+                     {"weights", model.info().weight_types},
+                     {"file_bytes", model.info().file_bytes}};
+  object["backend"] = plan.backend;
+  object["max_seq_len"] = plan.max_seq_len;
+  object["slots"] = plan.slots;
+  object["weights"] = plan.weights;
+  object["mapped"] = plan.mapped;
+  object["cache_per_slot"] = plan.cache_per_slot;
+  object["cache"] = plan.cache;
+  object["state"] = plan.state;
+  object["workspace"] = plan.workspace;
+  object["total"] = plan.total;
+  object["available"] = plan.available;
+  object["fits"] = plan.fits();
+  object["longest_context"] = longest;
+  return object;
+}
+
+int run(const PlanOptions& options) {
+  if (options.model.path.empty()) {
+    fail(ErrorCode::kInvalidArgument, "no model: name one with -m, or in PIANOLA_MODEL");
+  }
+  const Model model = Model::open(options.model.path);
+  EngineOptions engine = options.model.engine;
+  if (!options.model.memory.empty()) engine.memory_limit = parse_bytes(options.model.memory);
+  const MemoryPlan plan = plan_for(model, engine, engine.max_seq_len);
+  const int longest = longest_that_fits(model, engine);
+  if (options.json) {
+    put(to_json_text(to_json(model, plan, longest)));
+  } else {
+    put(fmt::format("{}: {}, {}, {} parameters in {}\n{}", model.info().name, model.info().family,
+                    model.info().weight_types, model.info().parameters,
+                    human_bytes(static_cast<double>(model.info().file_bytes)), plan.to_string()));
+    put(longest > 0
+            ? fmt::format("  longest context that fits with {} slot{}: {} (the model's own: {})\n",
+                          plan.slots, plan.slots == 1 ? "" : "s", longest, model.info().context)
+            : "  no context fits\n");
+  }
+  if (plan.fits()) return 0;
+  fail(ErrorCode::kOutOfMemory, "plan: {} are needed and {} available; {}",
+       human_bytes(static_cast<double>(plan.total)),
+       human_bytes(static_cast<double>(plan.available)),
+       longest > 0 ? fmt::format("-c {} would fit", longest)
+                   : "use fewer slots or a smaller cache type");
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app, Action& action) {
+  auto options = std::make_shared<PlanOptions>();
+  CLI::App& command = *app.add_subcommand("plan", "Whether a model fits, before it is loaded");
+  command.footer(kFooter);
+  add_model_path(command, options->model);
+  command.add_flag("--json", options->json, "One JSON object; sizes in bytes");
+  add_slots_option(command, options->model);
+  add_engine_options(command, options->model);
+  command.callback([options, &action] { action = [options] { return run(*options); }; });
+}
+
+}  // namespace pianola::cli
