@@ -268,7 +268,6 @@ class StringCall {
     return range;
   }
 
-  Interpreter& interpreter_;
   Sandbox& sandbox_;
   const Value self_;
   const std::string_view text_;
