@@ -247,6 +247,7 @@ void add_bench(CLI::App& app, Action& action) {
     command.add_option(flag, values, text)
         ->delimiter(',')
         ->allow_extra_args(false)
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
         ->type_name("N[,N...]");
   };
   lengths("-p,--prompt", options->prompts, "Lengths of prompts; 0: none. Default: 512");

@@ -49,7 +49,8 @@ void add_sampling_options(CLI::App& command, GenerationOptions& options) {
       "PIANOLA_LOGIT_BIAS")
       ->group("Sampling")
       ->type_name("BIAS")
-      ->allow_extra_args(false);
+      ->allow_extra_args(false)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
 }
 
 float parse_bias_value(std::string_view text, const std::string& whole) {

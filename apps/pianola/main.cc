@@ -66,6 +66,8 @@ int main_program(int argc, char** argv) {
                "pianola");
   app.set_version_flag("--version", std::string("pianola ") + version());
   app.require_subcommand(1);
+  // As everywhere: an option given twice counts as given last. Lists say otherwise.
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.get_formatter()->column_width(34);
   app.footer(kFooter);
   Action action;

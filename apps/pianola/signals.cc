@@ -43,7 +43,8 @@ void install(int signal, void (*handler)(int), int flags) {
 void install_signal_handlers() {
   // Without SA_RESTART: a read from the terminal or a pipe returns, and the reader looks.
   install(SIGINT, on_interrupt, 0);
-  install(SIGBUS, on_bus_error, SA_RESETHAND);
+  // Not SA_RESETHAND: two workers may meet the end of the file at once.
+  install(SIGBUS, on_bus_error, 0);
   install(SIGPIPE, SIG_IGN, 0);
 }
 
