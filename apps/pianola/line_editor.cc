@@ -88,6 +88,12 @@ class KeyReader {
     return static_cast<int>(c.code_point);
   }
 
+  // Whether a key would come at once.
+  bool is_waiting() const {
+    pollfd input = {STDIN_FILENO, POLLIN, 0};
+    return !pending_.empty() || poll(&input, 1, 0) > 0;
+  }
+
   // The text between the brackets of a paste, whose first was a key.
   std::string pasted_text() {
     constexpr std::string_view kEndMark = "\x1b[201~";
@@ -339,8 +345,10 @@ Line LineEditor::read(std::string_view prompt, std::string_view initial) {
   std::vector<std::string> lines = history_;  // changes to old lines last while this one is edited
   lines.emplace_back(initial);
   std::size_t at = lines.size() - 1;
+  line.draw();
   while (true) {
-    line.draw();
+    // What comes faster than it can be read is drawn once.
+    if (!keys.is_waiting()) line.draw();
     const int key = keys.next_key();
     if (key == '\r' || key == '\n') {
       line.leave();

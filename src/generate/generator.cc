@@ -106,7 +106,8 @@ class Batch {
       const std::size_t request = next_++;
       try {
         auto sequence = std::make_unique<Sequence>(engine_, model_, requests_[request], -1);
-        at_row_[static_cast<std::size_t>(sequence->row())] = {request, std::move(sequence)};
+        Active& active = at_row_[static_cast<std::size_t>(sequence->row())];
+        active = {request, std::move(sequence)};
         ++active_;
       } catch (const Error& error) {
         // A free slot may be held by somebody else's row: then this one waits for ours.

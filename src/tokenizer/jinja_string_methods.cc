@@ -15,8 +15,7 @@ class StringCall {
  public:
   StringCall(Interpreter& interpreter, const Value& self, std::string_view name,
              const Arguments& arguments)
-      : interpreter_(interpreter),
-        sandbox_(interpreter.sandbox()),
+      : sandbox_(interpreter.sandbox()),
         self_(self),
         text_(self.str()),
         name_(name),

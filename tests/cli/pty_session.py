@@ -19,7 +19,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class PtySession:
-    def __init__(self, command, environment=None, columns=80, timeout=120):
+    def __init__(self, command, environment=None, columns=80, timeout=60):
         self.timeout = timeout
         self.raw = b""
         self.seen = 0
