@@ -345,7 +345,6 @@ Line LineEditor::read(std::string_view prompt, std::string_view initial) {
   std::vector<std::string> lines = history_;  // changes to old lines last while this one is edited
   lines.emplace_back(initial);
   std::size_t at = lines.size() - 1;
-  line.draw();
   while (true) {
     // What comes faster than it can be read is drawn once.
     if (!keys.is_waiting()) line.draw();

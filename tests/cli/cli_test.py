@@ -662,7 +662,7 @@ class RealChat(Case):
             s.send("Say hello.\r")
             s.expect(r"hello\.\s+\S.*\n\r*> ")
             s.send(f"{long}\r")
-            self.assertIn("Nothing is", s.expect(r"pianola: error: .*> $"))
+            self.assertIn("Nothing is", s.expect(r"pianola: error: .*?\n\r*> "))
             s.send("/stats\r")
             self.assertIn("turns: 1;", s.expect("all turns.*> "))
             s.send("/exit\r")
