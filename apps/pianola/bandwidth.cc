@@ -3,19 +3,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <cstdint>
-#include <memory>
-#include <vector>
 
-#include "base/thread_pool.h"
 #include "signals.h"
 
 namespace pianola::cli {
 namespace {
 
 constexpr std::size_t kLine = 64;
-constexpr int kPasses = 8;
+constexpr int kPasses = 3;
 
 // Loads every word. The hint far ahead is what the matrix kernels use as well.
 std::uint64_t read_all(const std::uint64_t* words, std::size_t count) {
@@ -27,6 +24,11 @@ std::uint64_t read_all(const std::uint64_t* words, std::size_t count) {
   std::uint64_t sum = 0;
   for (const std::uint64_t s : sums) sum += s;
   return sum;
+}
+
+// Where a worker's part begins: whole lines.
+std::size_t share(std::size_t words, int worker, int workers) {
+  return words / 8 * static_cast<std::size_t>(worker) / static_cast<std::size_t>(workers) * 8;
 }
 
 std::size_t buffer_size() {
@@ -41,37 +43,31 @@ std::size_t buffer_size() {
 
 }  // namespace
 
-Bandwidth measure_read_bandwidth(int threads) {
-  ThreadPool pool(threads, ThreadPool::Pinning::kOnePerCpu);
-  const std::size_t bytes = buffer_size();
-  const std::size_t words = bytes / sizeof(std::uint64_t);
-  const auto buffer = std::make_unique_for_overwrite<std::uint64_t[]>(words);
-  std::vector<std::uint64_t> sums(static_cast<std::size_t>(threads) * 8);
-  const auto share = [words](int worker, int workers) {
-    return words / 8 * static_cast<std::size_t>(worker) / static_cast<std::size_t>(workers) * 8;
-  };
+BandwidthMeter::BandwidthMeter(int threads)
+    : pool_(threads, ThreadPool::Pinning::kOnePerCpu),
+      words_(buffer_size() / sizeof(std::uint64_t)),
+      buffer_(std::make_unique_for_overwrite<std::uint64_t[]>(words_)) {
   // Each worker touches its own part first: its pages are then near it.
-  pool.run([&](int worker, int workers) {
-    for (std::size_t i = share(worker, workers); i < share(worker + 1, workers); ++i) {
-      buffer[i] = i;
-    }
+  pool_.run([&](int worker, int workers) {
+    const std::size_t end = share(words_, worker + 1, workers);
+    for (std::size_t i = share(words_, worker, workers); i < end; ++i) buffer_[i] = i;
   });
+}
+
+double BandwidthMeter::measure() {
   double best = 0;
   for (int pass = 0; pass < kPasses; ++pass) {
     throw_if_interrupted();
+    std::atomic<std::uint64_t> sum = 0;  // used, or nothing need be read
     const auto begin = std::chrono::steady_clock::now();
-    pool.run([&](int worker, int workers) {
-      const std::size_t first = share(worker, workers);
-      sums[static_cast<std::size_t>(worker) * 8] +=
-          read_all(buffer.get() + first, share(worker + 1, workers) - first);
+    pool_.run([&](int worker, int workers) {
+      const std::size_t first = share(words_, worker, workers);
+      sum += read_all(buffer_.get() + first, share(words_, worker + 1, workers) - first);
     });
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    best = std::max(best, static_cast<double>(bytes) / seconds.count());
+    best = std::max(best, static_cast<double>(buffer_bytes()) / seconds.count());
   }
-  // The sums must be used, or nothing need be read.
-  volatile std::uint64_t sink = sums.front();
-  static_cast<void>(sink);
-  return {best, bytes};
+  return best;
 }
 
 }  // namespace pianola::cli

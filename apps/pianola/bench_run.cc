@@ -101,7 +101,7 @@ BenchResult run_test(Engine& engine, const BenchTest& test, int repetitions, std
   }
   // A generation of its own begins with one given token, the others are the model's.
   const auto prompt = random_tokens(std::max(test.prompt, 1), engine.vocab_size(), random);
-  BenchResult result{test, {}};
+  BenchResult result{test, {}, 0};
   for (int i = -1; i < repetitions; ++i) {
     engine.keep_first(row.index(), test.depth);
     const auto begin = std::chrono::steady_clock::now();

@@ -27,6 +27,7 @@ struct BenchTest {
 struct BenchResult {
   BenchTest test;
   std::vector<double> tok_s;  // of each repetition, in order
+  double bandwidth = 0;       // bytes a second just before or after, whichever is more; 0: unknown
 
   double median() const;
   double min() const;

@@ -118,12 +118,12 @@ bool print_kernels() {
       passed += check.passed() ? 1 : 0;
       if (!(check.error <= worst->error)) worst = &check;
       if (!check.passed()) {
-        failures +=
-            fmt::format("  FAILED       {} ({}): error {:.3g}\n", check.kernel, isa, check.error);
+        failures += fmt::format("  FAILED           {} ({}): error {:.3g}\n", check.kernel, isa,
+                                check.error);
       }
     }
     all = all && passed == count;
-    put(fmt::format("kernels {:<6} {} of {} passed; largest error {:.3f} ({})\n", isa, passed,
+    put(fmt::format("kernels {:<10} {} of {} passed; largest error {:.3f} ({})\n", isa, passed,
                     count, worst->error, worst->kernel));
     put(failures);
   }

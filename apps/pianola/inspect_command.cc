@@ -288,7 +288,7 @@ int run(const InspectOptions& options) {
   std::string plan;
   if (options.with_plan) {
     if (!inspection.model) fail(ErrorCode::kUnsupported, "--plan: {}", inspection.model_error);
-    plan = Engine::plan_text(*inspection.model, options.model.engine, options.plan_filter);
+    plan = Engine::plan_text(*inspection.model, engine_options(options.model), options.plan_filter);
     if (plan.empty()) {
       fail(ErrorCode::kNotFound, "--plan: no recorded step's first line contains '{}'",
            options.plan_filter);

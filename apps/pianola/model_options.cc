@@ -14,6 +14,9 @@
 namespace pianola::cli {
 namespace {
 
+// The reference takes seconds for more, during which nothing could stop it.
+constexpr int kReferenceChunk = 32;
+
 std::string isa_list() {
   std::string names;
   for (const cpu::Isa isa : cpu::supported_isas()) {
@@ -56,9 +59,10 @@ void add_engine_options(CLI::App& command, ModelOptions& options) {
   add("--cache-type", engine.cache_type,
       "Numbers in the cache: f16, bf16 or f32. Default: " + engine.cache_type, "PIANOLA_CACHE_TYPE",
       "TYPE");
-  add("-b,--chunk", engine.chunk,
-      "Prompt tokens in one step. Default: " + std::to_string(engine.chunk), "PIANOLA_CHUNK",
-      "TOKENS");
+  add("-b,--chunk", options.chunk,
+      fmt::format("Prompt tokens in one step; Ctrl-C waits for it. Default: {}, reference {}",
+                  engine.chunk, kReferenceChunk),
+      "PIANOLA_CHUNK", "TOKENS");
   add("--memory", options.memory, "Bytes the engine may take, as in 2GiB. Default: what is free",
       "PIANOLA_MEMORY", "BYTES");
 }
@@ -96,9 +100,19 @@ std::size_t parse_bytes(const std::string& text) {
   return static_cast<std::size_t>(bytes);
 }
 
-Engine make_engine(const Model& model, const ModelOptions& options, bool quiet) {
+EngineOptions engine_options(const ModelOptions& options) {
   EngineOptions engine = options.engine;
+  if (options.chunk) {
+    engine.chunk = *options.chunk;
+  } else if (engine.backend == "reference") {
+    engine.chunk = kReferenceChunk;
+  }
   if (!options.memory.empty()) engine.memory_limit = parse_bytes(options.memory);
+  return engine;
+}
+
+Engine make_engine(const Model& model, const ModelOptions& options, bool quiet) {
+  EngineOptions engine = engine_options(options);
   Progress progress("loading", ProgressUnit::kBytes, !quiet);
   engine.on_progress = [&](const LoadProgress& p) {
     throw_if_interrupted();

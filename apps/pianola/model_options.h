@@ -9,6 +9,7 @@
 //   loaded.engine.backend_description();
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "pianola/engine.h"
@@ -24,7 +25,8 @@ namespace pianola::cli {
 struct ModelOptions {
   std::string path;
   EngineOptions engine;
-  std::string memory;  // as the user wrote it; "" when there is no limit
+  std::optional<int> chunk;  // the backend's default when it is not given
+  std::string memory;        // as the user wrote it; "" when there is no limit
 };
 
 // Declares -m alone, and the options of the engine.
@@ -34,6 +36,9 @@ void add_slots_option(CLI::App& command, ModelOptions& options);
 
 // Names an option's environment variable: it is shown in --help, and the option wins.
 CLI::Option* with_environment(CLI::Option* option, const char* variable);
+
+// The options as the engine takes them. Throws InvalidArgument.
+EngineOptions engine_options(const ModelOptions& options);
 
 // "2GiB", "500M", "1073741824": bytes. Throws InvalidArgument.
 std::size_t parse_bytes(const std::string& text);

@@ -72,8 +72,7 @@ int run(const PlanOptions& options) {
     fail(ErrorCode::kInvalidArgument, "no model: name one with -m, or in PIANOLA_MODEL");
   }
   const Model model = Model::open(options.model.path);
-  EngineOptions engine = options.model.engine;
-  if (!options.model.memory.empty()) engine.memory_limit = parse_bytes(options.model.memory);
+  const EngineOptions engine = engine_options(options.model);
   const MemoryPlan plan = plan_for(model, engine, engine.max_seq_len);
   const int longest = longest_that_fits(model, engine);
   if (options.json) {

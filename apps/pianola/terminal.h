@@ -65,7 +65,7 @@ class Progress {
   bool enabled_;
   bool drawn_ = false;
   Clock::time_point begin_ = Clock::now();
-  Clock::time_point last_draw_ = {};
+  Clock::time_point last_draw_ = begin_;  // what is over in a moment shows nothing
 };
 
 }  // namespace pianola::cli
