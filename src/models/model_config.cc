@@ -5,32 +5,13 @@
 
 #include "base/check.h"
 #include "base/json_reader.h"
+#include "models/family.h"
 #include "models/model_config_check.h"
 
 namespace pianola {
 namespace {
 
 namespace json = boost::json;
-
-// What a family adds to the fields that all share. Defaults are those of transformers' classes: a
-// config.json may leave out what equals them.
-struct HfFamily {
-  const char* model_type;
-  std::int64_t default_max_position_embeddings;
-  void (*parse)(const JsonObject& root, ModelConfig& config);
-};
-
-template <typename... Args>
-[[noreturn]] void fail_unsupported(const JsonObject& object, std::string_view field,
-                                   fmt::format_string<Args...> format, Args&&... args) {
-  fail(ErrorCode::kUnsupported, "{}: {}", object.field_path(field),
-       fmt::format(format, std::forward<Args>(args)...));
-}
-
-// Absent is not null: transformers fills in its default only for the first.
-bool is_absent(const JsonObject& object, std::string_view key) {
-  return object.object().if_contains({key.data(), key.size()}) == nullptr;
-}
 
 std::optional<std::int64_t> read_token_id(const JsonObject& root, std::string_view key) {
   const std::optional<std::int64_t> id = root.find_int(key);
@@ -148,6 +129,19 @@ void refuse_unsupported_fields(const JsonObject& root) {
   }
 }
 
+const Family& find_family(const JsonObject& root) {
+  const std::string type = root.get_string("model_type");
+  if (const Family* family = find_family_by_model_type(type)) return *family;
+  fail_unsupported(root, "model_type", "'{}'; known are {}", type.substr(0, 80),
+                   known_families(&Family::model_type));
+}
+
+}  // namespace
+
+bool is_absent(const JsonObject& object, std::string_view key) {
+  return object.object().if_contains({key.data(), key.size()}) == nullptr;
+}
+
 // A window that no text within max_position_embeddings reaches changes nothing; a shorter one does.
 void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
                         ModelConfig& config) {
@@ -164,59 +158,6 @@ void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> wind
   config.sliding_window = window;
 }
 
-void parse_llama(const JsonObject& root, ModelConfig& config) {
-  const bool bias = root.find_bool("attention_bias").value_or(false);
-  config.qkv_bias = bias;
-  config.output_bias = bias;
-  config.mlp_bias = root.find_bool("mlp_bias").value_or(false);
-}
-
-void parse_mistral(const JsonObject& root, ModelConfig& config) {
-  const std::int64_t window = 4096;  // transformers' default, when the field is absent
-  set_sliding_window(
-      root, is_absent(root, "sliding_window") ? window : root.find_int("sliding_window"), config);
-}
-
-// Qwen switches its window on by a flag, and then only from layer max_window_layers up.
-void parse_qwen_window(const JsonObject& root, ModelConfig& config) {
-  if (!root.find_bool("use_sliding_window").value_or(false)) return;
-  if (root.find_int("max_window_layers").value_or(28) >= config.num_hidden_layers) return;
-  set_sliding_window(
-      root, is_absent(root, "sliding_window") ? 4096 : root.find_int("sliding_window"), config);
-}
-
-void parse_qwen2(const JsonObject& root, ModelConfig& config) {
-  config.qkv_bias = true;
-  parse_qwen_window(root, config);
-}
-
-void parse_qwen3(const JsonObject& root, ModelConfig& config) {
-  const bool bias = root.find_bool("attention_bias").value_or(false);
-  config.qkv_bias = bias;
-  config.output_bias = bias;
-  config.qk_norm = true;
-  if (is_absent(root, "head_dim")) config.head_dim = 128;
-  parse_qwen_window(root, config);
-}
-
-constexpr std::array kHfFamilies = {
-    HfFamily{"llama", 2048, parse_llama},
-    HfFamily{"mistral", 131072, parse_mistral},
-    HfFamily{"qwen2", 32768, parse_qwen2},
-    HfFamily{"qwen3", 32768, parse_qwen3},
-};
-
-const HfFamily& find_family(const JsonObject& root) {
-  const std::string type = root.get_string("model_type");
-  for (const HfFamily& family : kHfFamilies) {
-    if (type == family.model_type) return family;
-  }
-  fail_unsupported(root, "model_type", "'{}'; known are llama, mistral, qwen2 and qwen3",
-                   type.substr(0, 80));
-}
-
-}  // namespace
-
 const char* rope_kind_name(RopeKind kind) {
   static constexpr std::array kNames = {"default", "linear", "dynamic", "yarn", "llama3"};
   return kNames[static_cast<std::size_t>(kind)];
@@ -225,7 +166,7 @@ const char* rope_kind_name(RopeKind kind) {
 ModelConfig parse_hf_config(const json::value& value, const std::string& where) {
   const JsonObject root(value, where);
   const FieldName name = [&root](std::string_view field) { return root.field_path(field); };
-  const HfFamily& family = find_family(root);
+  const Family& family = find_family(root);
   refuse_unsupported_fields(root);
 
   ModelConfig config;
@@ -250,7 +191,7 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
   config.eos_token_ids = read_token_ids(root, "eos_token_id");
   config.pad_token_id = read_token_id(root, "pad_token_id");
   parse_rope(root, config);
-  family.parse(root, config);
+  family.parse_hf(root, config);
   if (config.head_dim == 0 && !root.find("head_dim")) {
     config.head_dim = derived_head_dim(config.hidden_size, config.num_attention_heads, name);
   }

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "models/family.h"
 #include "models/model_config.h"
 #include "models/model_config_check.h"
 #include "models/rope.h"
@@ -32,18 +33,6 @@ constexpr std::array kFields = {
     GgufField{"rope_scaling.beta_fast", "rope.scaling.yarn_beta_fast"},
     GgufField{"rope_scaling.beta_slow", "rope.scaling.yarn_beta_slow"},
     GgufField{"rope_scaling.attention_factor", "rope.scaling.attn_factor"},
-};
-
-struct GgufFamily {
-  const char* architecture;
-  RopeStyle rope_style;
-  bool qkv_bias;
-  bool qk_norm;
-};
-constexpr std::array kFamilies = {
-    GgufFamily{"llama", RopeStyle::kInterleaved, false, false},
-    GgufFamily{"qwen2", RopeStyle::kHalf, true, false},
-    GgufFamily{"qwen3", RopeStyle::kHalf, false, true},
 };
 
 // Typed access to the keys below "<arch>.".
@@ -93,14 +82,11 @@ std::int64_t require(const ArchKeys& keys, std::string_view suffix,
   fail(ErrorCode::kInvalidModel, "metadata key '{}' is missing", keys.key(suffix));
 }
 
-const GgufFamily& find_family(const Metadata& metadata) {
+const Family& find_family(const Metadata& metadata) {
   const std::string& architecture = metadata.get_string("general.architecture");
-  for (const GgufFamily& family : kFamilies) {
-    if (architecture == family.architecture) return family;
-  }
-  fail(ErrorCode::kUnsupported,
-       "metadata key 'general.architecture': '{}'; known are llama, qwen2 and qwen3",
-       architecture.substr(0, 80));
+  if (const Family* family = find_family_by_architecture(architecture)) return *family;
+  fail(ErrorCode::kUnsupported, "metadata key 'general.architecture': '{}'; known are {}",
+       architecture.substr(0, 80), known_families(&Family::architecture));
 }
 
 // The tokens decide when there are any (llama.cpp sizes the embedding by them); a file without a
@@ -239,15 +225,15 @@ FieldName gguf_field_name(const Metadata& metadata, const ArchKeys& keys) {
 }  // namespace
 
 ModelConfig parse_gguf_config(const Metadata& metadata) {
-  const GgufFamily& family = find_family(metadata);
-  const ArchKeys keys(metadata, family.architecture);
+  const Family& family = find_family(metadata);
+  const ArchKeys keys(metadata, std::string(family.architecture));
   const FieldName name = gguf_field_name(metadata, keys);
 
   ModelConfig config;
   config.model_type = family.architecture;
-  config.rope_style = family.rope_style;
-  config.qkv_bias = family.qkv_bias;
-  config.qk_norm = family.qk_norm;
+  config.rope_style = family.gguf_rope_style;
+  config.qkv_bias = family.gguf_qkv_bias;
+  config.qk_norm = family.gguf_qk_norm;
   config.tensors_decide = true;
 
   config.vocab_size = read_vocab_size(metadata, keys);

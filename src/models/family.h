@@ -1,0 +1,63 @@
+// One entry for each model family: which files are its own, and what it adds to the plain decoder
+// that all share. A family is one file (llama.cc, qwen3.cc, ...) and one line in registry.cc.
+//
+//   if (const Family* family = find_family_by_model_type("qwen3")) family->parse_hf(root, config);
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/check.h"
+#include "base/json_reader.h"
+#include "models/model_config.h"
+
+namespace pianola {
+
+struct Family {
+  std::string_view model_type;    // config.json: model_type
+  std::string_view architecture;  // GGUF: general.architecture; "" when its files carry another's
+  // transformers' default: config.json may leave out what equals it.
+  std::int64_t default_max_position_embeddings = 0;
+  // Reads the fields of config.json that only this family has; the shared ones are there already.
+  void (*parse_hf)(const JsonObject& root, ModelConfig& config) = nullptr;
+  // What GGUF files of this architecture imply without saying it.
+  RopeStyle gguf_rope_style = RopeStyle::kHalf;
+  bool gguf_qkv_bias = false;
+  bool gguf_qk_norm = false;
+};
+
+extern const Family kLlama;
+extern const Family kMistral;
+extern const Family kQwen2;
+extern const Family kQwen3;
+
+std::span<const Family* const> families();
+const Family* find_family_by_model_type(std::string_view model_type);      // nullptr: unknown
+const Family* find_family_by_architecture(std::string_view architecture);  // nullptr: unknown
+// "llama, qwen2, qwen3": the values of one field, for messages.
+std::string known_families(std::string_view Family::* field);
+
+// --- For the families' parsers ------------------------------------------------------------------
+
+// Absent is not null: transformers fills in its default only for the first.
+bool is_absent(const JsonObject& object, std::string_view key);
+
+// Accepts a window that no text within max_position_embeddings reaches; refuses a shorter one.
+void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
+                        ModelConfig& config);
+
+// Throws Unsupported naming the field's path.
+template <typename... Args>
+[[noreturn]] void fail_unsupported(const JsonObject& object, std::string_view field,
+                                   fmt::format_string<Args...> format, Args&&... args) {
+  fail(ErrorCode::kUnsupported, "{}: {}", object.field_path(field),
+       fmt::format(format, std::forward<Args>(args)...));
+}
+
+// Qwen switches its window on by a flag, and then only from layer max_window_layers up.
+void parse_qwen_window(const JsonObject& root, ModelConfig& config);
+
+}  // namespace pianola

@@ -1,0 +1,36 @@
+#include <array>
+
+#include "models/family.h"
+
+namespace pianola {
+
+std::span<const Family* const> families() {
+  static constexpr std::array<const Family*, 4> kFamilies = {&kLlama, &kMistral, &kQwen2, &kQwen3};
+  return kFamilies;
+}
+
+const Family* find_family_by_model_type(std::string_view model_type) {
+  for (const Family* family : families()) {
+    if (family->model_type == model_type) return family;
+  }
+  return nullptr;
+}
+
+const Family* find_family_by_architecture(std::string_view architecture) {
+  for (const Family* family : families()) {
+    if (!architecture.empty() && family->architecture == architecture) return family;
+  }
+  return nullptr;
+}
+
+std::string known_families(std::string_view Family::* field) {
+  std::string names;
+  for (const Family* family : families()) {
+    if ((family->*field).empty()) continue;
+    if (!names.empty()) names += ", ";
+    names += family->*field;
+  }
+  return names;
+}
+
+}  // namespace pianola
