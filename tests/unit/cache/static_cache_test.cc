@@ -1,0 +1,118 @@
+// Sizes of caches before there is memory, and the addresses inside it.
+#include "cache/static_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace pianola {
+namespace {
+
+const std::vector<FullAttentionSpec> kLayers = {{2, 16, 16}, {1, 8, 24}, {3, 64, 64}};
+
+template <typename F>
+void expect_error(ErrorCode code, const std::string& part, F&& call) {
+  try {
+    call();
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+TEST(CacheLayout, CapacityIsWholeBlocks) {
+  for (const auto& [asked, given] : std::vector<std::pair<int, int>>{
+           {1, 64}, {63, 64}, {64, 64}, {65, 128}, {8192, 8192}, {(1 << 24) - 1, 1 << 24}}) {
+    const CacheLayout layout(kLayers, {.max_seq_len = asked});
+    EXPECT_EQ(layout.capacity(), given);
+    EXPECT_EQ(layout.options().max_seq_len, asked);
+  }
+}
+
+TEST(CacheLayout, BytesAreThoseOfTheElements) {
+  const CacheLayout half(kLayers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kF16});
+  EXPECT_EQ(half.key_bytes(1), 128U * 1 * 8 * 2);
+  EXPECT_EQ(half.value_bytes(1), 128U * 1 * 24 * 2);
+  const std::size_t per_token = (2 * 32 + 32 + 3 * 128) * 2;
+  EXPECT_EQ(half.bytes_per_slot(), 128 * per_token);
+  EXPECT_EQ(half.total_bytes(), 3 * 128 * per_token);
+  const CacheLayout full(kLayers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kF32});
+  EXPECT_EQ(full.total_bytes(), 2 * half.total_bytes());
+  EXPECT_EQ(CacheLayout({}, {.max_seq_len = 8}).total_bytes(), 0U);  // a stack without attention
+}
+
+// No size wraps around: the largest options on a model of the largest kind.
+TEST(CacheLayout, LargeSizesDoNotWrap) {
+  const std::vector<FullAttentionSpec> layers(1000, {128, 512, 512});
+  const CacheLayout layout(layers, {.max_seq_len = 1 << 24, .slots = 1, .dtype = DType::kF32});
+  EXPECT_EQ(layout.total_bytes() >> 24, std::size_t{1000} * 128 * 1024 * 4);
+}
+
+TEST(CacheLayout, OptionsOutOfRangeAreRefused) {
+  const auto refuse = [](ErrorCode code, const CacheOptions& options, const char* part) {
+    expect_error(code, part, [&] { CacheLayout(kLayers, options); });
+  };
+  constexpr auto kArgument = ErrorCode::kInvalidArgument;
+  refuse(kArgument, {.max_seq_len = 0}, "max_seq_len");
+  refuse(kArgument, {.max_seq_len = -5}, "max_seq_len");
+  refuse(kArgument, {.max_seq_len = (1 << 24) + 1}, "max_seq_len");
+  refuse(kArgument, {.max_seq_len = 8, .slots = 0}, "slots");
+  refuse(kArgument, {.max_seq_len = 8, .slots = 4097}, "slots");
+  refuse(ErrorCode::kUnsupported, {.max_seq_len = 8, .dtype = DType::kQ8_0}, "q8_0");
+  refuse(ErrorCode::kUnsupported, {.max_seq_len = 8, .dtype = DType::kI32}, "i32");
+}
+
+// Every element of every slot of every layer has bytes of its own, inside the arena.
+TEST(StaticCache, RegionsAreApart) {
+  constexpr int kSlots = 3;
+  const CacheLayout layout(kLayers, {.max_seq_len = 100, .slots = kSlots});
+  Arena arena;
+  const StaticCache cache(layout, arena);
+  EXPECT_GE(arena.size(), layout.total_bytes());
+  EXPECT_LT(arena.size(), layout.total_bytes() + 2 * kLayers.size() * Arena::kAlignment);
+  auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);  // addresses only
+  arena.seal(base);
+  std::vector<std::pair<const std::byte*, const std::byte*>> regions;
+  for (int layer = 0; layer < 3; ++layer) {
+    const LayerCacheView view = cache.layer(layer);
+    EXPECT_EQ(view.capacity, 128);
+    EXPECT_EQ(view.key_dim, kLayers[static_cast<std::size_t>(layer)].key_dim);
+    EXPECT_EQ(view.value_dim, kLayers[static_cast<std::size_t>(layer)].value_dim);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.keys) % Arena::kAlignment, 0U);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.values) % Arena::kAlignment, 0U);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      regions.emplace_back(view.key_slot(slot), view.key_slot(slot) + layout.key_bytes(layer));
+      regions.emplace_back(view.value_slot(slot),
+                           view.value_slot(slot) + layout.value_bytes(layer));
+    }
+  }
+  std::sort(regions.begin(), regions.end());
+  EXPECT_GE(regions.front().first, base);
+  EXPECT_LE(regions.back().second, base + arena.size());
+  for (std::size_t i = 1; i < regions.size(); ++i) {
+    EXPECT_LE(regions[i - 1].second, regions[i].first);
+  }
+}
+
+// (position, head) to element is one to one onto the slot, and a head's block lies together.
+TEST(StaticCache, IndexCoversASlotOnce) {
+  constexpr int kHeads = 3;
+  constexpr int kDim = 8;
+  constexpr int kCapacity = 192;
+  std::vector<int> used(kCapacity * kHeads * kDim);
+  for (int position = 0; position < kCapacity; ++position) {
+    for (int head = 0; head < kHeads; ++head) {
+      const std::size_t at = cache_index(position, head, kHeads, kDim);
+      for (std::size_t i = 0; i < kDim; ++i) ++used.at(at + i);
+      if (position % kCacheBlock != 0) {
+        EXPECT_EQ(at, cache_index(position - 1, head, kHeads, kDim) + kDim);
+      }
+    }
+  }
+  EXPECT_EQ(std::count(used.begin(), used.end(), 1), static_cast<std::ptrdiff_t>(used.size()));
+}
+
+}  // namespace
+}  // namespace pianola
