@@ -49,6 +49,7 @@ Sequence::Sequence(Engine& engine, const Model& model, GenerationRequest request
   }
   if (model.has_tokenizer()) {
     detokenizer_ = std::make_unique<Detokenizer>(model.shared_tokenizer(), true);
+    vocab_size_ = model.tokenizer().vocab_size();
   } else if (!request_.stop.empty()) {
     fail(ErrorCode::kInvalidArgument, "request: stop strings need a model with a tokenizer");
   }
@@ -62,7 +63,11 @@ Sequence::Sequence(Engine& engine, const Model& model, GenerationRequest request
 }
 
 Sequence::~Sequence() {
-  if (owns_row_ && row_ >= 0) engine_.close_row(row_);
+  if (!owns_row_) return;
+  try {
+    engine_.close_row(row_);
+  } catch (const Error&) {  // somebody else has closed it
+  }
 }
 
 void Sequence::start(int row) {
@@ -126,7 +131,9 @@ void Sequence::accept(const TokenEvent& event) {
     return finish(FinishReason::kLength);
   }
   ++stats_.generated_tokens;
-  emit(event.token, event.logprob, detokenizer_ ? detokenizer_->push(event.token) : std::string());
+  // A model's vocabulary may be padded: what lies behind the tokenizer's has no text.
+  const bool has_text = detokenizer_ && event.token < vocab_size_;
+  emit(event.token, event.logprob, has_text ? detokenizer_->push(event.token) : std::string());
   if (stop_.found()) return finish(FinishReason::kStopString);
   const FinishReason reason = reason_for(event.status);
   if (reason != FinishReason::kNone) finish(reason);

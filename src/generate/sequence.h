@@ -43,6 +43,7 @@ class Sequence {
   bool owns_row_ = false;
   int limit_ = 0;  // tokens of prompt and answer at which the answer is max_tokens long
   std::unique_ptr<Detokenizer> detokenizer_;  // null without a tokenizer: pieces have no text
+  TokenId vocab_size_ = 0;                    // of the tokenizer
   StopStrings stop_;
   std::deque<Piece> ready_;
   FinishReason reason_ = FinishReason::kNone;
