@@ -331,7 +331,7 @@ class SampleOnBackend {
 
 TEST(SampleOp, BackendsChooseTheSameTokens) {
   std::vector<Golden> goldens = read_goldens();
-  for (std::size_t i = 0; i < goldens.size(); ++i) {  // what the goldens do not have
+  for (std::size_t i = 0; i < goldens.size(); ++i) {           // what the goldens do not have
     if (goldens[i].history.empty()) goldens[i].history = {5};  // a row has a token at least
     SamplingState& p = goldens[i].row.sampling;
     p.seed = i;

@@ -102,7 +102,7 @@ Plan random_plan(std::mt19937& random) {
 }
 
 TEST(Workspace, RandomPlansNeverOverlap) {
-  for (std::uint32_t seed = 0; seed < 3000; ++seed) {
+  for (std::uint32_t seed = 0; seed < 1500; ++seed) {
     std::mt19937 random(seed);
     const Plan plan = random_plan(random);
     const WorkspacePlan workspace = plan_workspace(plan);
