@@ -9,7 +9,6 @@ namespace pianola::cli {
 
 ChatSession::ChatSession(Loaded& loaded, const GenerationOptions& options)
     : loaded_(loaded),
-      options_(options),
       template_(make_template_options(options)),
       request_(make_request(options, loaded.model)),
       system_(options.system) {

@@ -20,7 +20,7 @@ namespace pianola::cli {
 
 class ChatSession {
  public:
-  // Refers to both, which must outlive it. Throws NotFound when the model has no chat template and
+  // Refers to `loaded`, which must outlive it. Throws NotFound when the model has no chat template and
   // none was named.
   ChatSession(Loaded& loaded, const GenerationOptions& options);
   ~ChatSession();
@@ -49,7 +49,6 @@ class ChatSession {
 
  private:
   Loaded& loaded_;
-  const GenerationOptions& options_;
   ChatTemplateOptions template_;
   GenerationRequest request_;  // of every turn, but for the prompt
   int row_;
