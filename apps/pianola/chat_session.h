@@ -20,8 +20,8 @@ namespace pianola::cli {
 
 class ChatSession {
  public:
-  // Refers to `loaded`, which must outlive it. Throws NotFound when the model has no chat template and
-  // none was named.
+  // Refers to `loaded`, which must outlive it. Throws NotFound when the model has no chat template
+  // and none was named.
   ChatSession(Loaded& loaded, const GenerationOptions& options);
   ~ChatSession();
   ChatSession(const ChatSession&) = delete;

@@ -22,6 +22,9 @@ namespace {
 
 using cpu::Isa;
 
+// Sizes and places are computed as int, far from its limits, and used as std::size_t.
+std::size_t size(int n) { return static_cast<std::size_t>(n); }
+
 constexpr double kEpsilon = 0x1p-24;  // half a unit in the last place of a float near 1
 
 template <typename T>
@@ -119,12 +122,12 @@ double check_linear(DType dtype, Isa isa, int tokens) {
   const Matrix m = make_matrix(dtype, kRows, kCols);
   Aligned<std::byte> packed(cpu::packed_bytes(dtype, kRows, kCols));
   cpu::pack_rows(dtype, m.file.data(), kRows, kCols, packed.get(), 0, kRows);
-  const auto x = random_floats(static_cast<std::size_t>(tokens * kCols), 2, 1);
+  const auto x = random_floats(size(tokens * kCols), 2, 1);
   const cpu::ActivationKind kind = cpu::activation_kind(dtype, isa);
   Aligned<std::byte> activations(cpu::activation_bytes(kind, tokens, kCols));
   cpu::prepare_activations(kind, isa, x.data(), kCols, tokens, kCols, activations.get(), 0, tokens);
   Aligned<std::byte> scratch(cpu::linear_scratch_bytes(dtype, isa, tokens, kCols));
-  std::vector<float> y(static_cast<std::size_t>(tokens * kRows));
+  std::vector<float> y(size(tokens * kRows));
   cpu::linear({dtype, packed.get(), kRows, kCols}, activations.get(), tokens, 0, kRows, y.data(),
               kRows, scratch.get(), isa);
   WorstError worst;
@@ -134,8 +137,7 @@ double check_linear(DType dtype, Isa isa, int tokens) {
       const float* input = x.data() + t * kCols;
       double sum = 0;
       for (int i = 0; i < kCols; ++i) sum += static_cast<double>(row[i]) * input[i];
-      worst.add(y[static_cast<std::size_t>(t * kRows + r)], sum,
-                linear_bound(row, input, kCols, kind));
+      worst.add(y[size(t * kRows + r)], sum, linear_bound(row, input, kCols, kind));
     }
   }
   return worst.value();
@@ -195,8 +197,8 @@ double check_attention(DType dtype, Isa isa) {
       const int kv = h / (kHeads / kKvHeads);
       const float* query = q.data() + (t * kHeads + h) * kDim;
       const auto at = [&](const std::vector<float>& data, int position, int i) {
-        return static_cast<double>(as_stored(
-            dtype, data[static_cast<std::size_t>((position * kKvHeads + kv) * kDim + i)]));
+        return static_cast<double>(
+            as_stored(dtype, data[size((position * kKvHeads + kv) * kDim + i)]));
       };
       std::vector<double> weights(static_cast<std::size_t>(length));
       double largest = -1e30;
@@ -211,7 +213,7 @@ double check_attention(DType dtype, Isa isa) {
       for (int i = 0; i < kDim; ++i) {
         double sum = 0;
         for (int p = 0; p < length; ++p) sum += weights[static_cast<std::size_t>(p)] * at(v, p, i);
-        worst.add(out[static_cast<std::size_t>((t * kHeads + h) * kDim + i)], sum / total, 2e-5);
+        worst.add(out[size((t * kHeads + h) * kDim + i)], sum / total, 2e-5);
       }
     }
   }
@@ -290,13 +292,13 @@ double check_rope(const cpu::Elementwise& f, bool pairs) {
   WorstError worst;
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kHalf; ++i) {
-      const auto a = static_cast<std::size_t>(h * kDim + (pairs ? 2 * i : i));
-      const auto b = static_cast<std::size_t>(h * kDim + (pairs ? 2 * i + 1 : i + kHalf));
+      const auto a = size(h * kDim + (pairs ? 2 * i : i));
+      const auto b = size(h * kDim + (pairs ? 2 * i + 1 : i + kHalf));
       const double c = cosines[static_cast<std::size_t>(i)];
       const double s = sines[static_cast<std::size_t>(i)];
-      const double size = std::fabs(before[a]) + std::fabs(before[b]);
-      worst.add(x[a], before[a] * c - before[b] * s, size * 4 * kEpsilon);
-      worst.add(x[b], before[a] * s + before[b] * c, size * 4 * kEpsilon);
+      const double length = std::fabs(before[a]) + std::fabs(before[b]);
+      worst.add(x[a], before[a] * c - before[b] * s, length * 4 * kEpsilon);
+      worst.add(x[b], before[a] * s + before[b] * c, length * 4 * kEpsilon);
     }
   }
   return worst.value();

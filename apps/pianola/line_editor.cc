@@ -55,10 +55,10 @@ class RawMode {
   }
   ~RawMode() {
     tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
-    try {
-      put("\x1b[?2004l");
-    } catch (const std::exception&) {  // the terminal is gone
-    }
+    // The terminal may be gone, and a destructor has nobody to tell.
+    constexpr std::string_view kNoPasteMarks = "\x1b[?2004l";
+    [[maybe_unused]] const auto written =
+        ::write(STDOUT_FILENO, kNoPasteMarks.data(), kNoPasteMarks.size());
   }
   RawMode(const RawMode&) = delete;
   RawMode& operator=(const RawMode&) = delete;
