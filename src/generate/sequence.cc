@@ -66,7 +66,8 @@ Sequence::~Sequence() {
   if (!owns_row_) return;
   try {
     engine_.close_row(row_);
-  } catch (const Error&) {  // somebody else has closed it
+  } catch (const Error&) {
+    row_ = -1;  // somebody else has closed it
   }
 }
 
@@ -139,7 +140,7 @@ void Sequence::accept(const TokenEvent& event) {
   if (reason != FinishReason::kNone) finish(reason);
 }
 
-void Sequence::emit(TokenId token, float logprob, std::string text) {
+void Sequence::emit(TokenId token, float logprob, const std::string& text) {
   std::string safe = stop_.push(text);
   if (token >= 0 || !safe.empty()) ready_.push_back({token, std::move(safe), logprob});
 }

@@ -35,7 +35,7 @@ class Sequence {
   void start(int row);
   void finish(FinishReason reason);
   FinishReason reason_for(RowStatus status) const;
-  void emit(TokenId token, float logprob, std::string text);
+  void emit(TokenId token, float logprob, const std::string& text);
 
   Engine& engine_;
   GenerationRequest request_;

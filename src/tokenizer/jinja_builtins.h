@@ -36,7 +36,9 @@ class Bound {
 
   bool has(std::size_t i) const { return !values_[i].is(Kind::kMissing); }
   const Value& operator[](std::size_t i) const { return values_[i]; }
-  Value value_or(std::size_t i, Value otherwise) const { return has(i) ? values_[i] : otherwise; }
+  Value value_or(std::size_t i, const Value& otherwise) const {
+    return has(i) ? values_[i] : otherwise;
+  }
   bool truth(std::size_t i, bool otherwise = false) const {
     return has(i) ? is_true(values_[i]) : otherwise;
   }

@@ -80,7 +80,8 @@ std::vector<List> read_lists(const std::filesystem::path& path) {
     list.resize(number());
     const std::size_t size = list.size() * sizeof(list[0]);
     EXPECT_LE(at + size, bytes.size());
-    if (size > 0) std::memcpy(list.data(), bytes.data() + at, size);  // an empty list has no address
+    if (size > 0)
+      std::memcpy(list.data(), bytes.data() + at, size);  // an empty list has no address
     at += size;
   }
   return lists;
