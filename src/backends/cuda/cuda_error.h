@@ -1,0 +1,12 @@
+// CUDA status codes as pianola errors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace pianola::cuda {
+
+// Throws Error (Device, or OutOfMemory for an allocation that did not fit) naming `what` and the
+// runtime's own words, unless `status` is success.
+void check(cudaError_t status, const char* what);
+
+}  // namespace pianola::cuda

@@ -1,0 +1,58 @@
+// Attention over static caches. Work follows the lengths in StepState, read on the device.
+#pragma once
+
+#include "backends/cuda/kernels/launch.h"
+#include "cache/layer_cache.h"
+#include "plan/op.h"
+#include "plan/step_state.h"
+
+namespace pianola::cuda {
+
+// What remains of QkvOp after its products: head norms, rope, and the append to the cache.
+struct HeadsArgs {
+  const float* q = nullptr;  // [tokens, heads * key_dim] raw
+  const float* k = nullptr;  // [tokens, kv_heads * key_dim] raw
+  const float* v = nullptr;  // [tokens, kv_heads * value_dim] raw
+  float* q_out = nullptr;    // [tokens, heads * key_dim]; may be q
+  const float* q_norm = nullptr;  // [key_dim] or null
+  const float* k_norm = nullptr;
+  float q_norm_eps = 0;
+  float k_norm_eps = 0;
+  const float* inverse_frequencies = nullptr;  // [key_dim / 2]
+  RopeStyle style = RopeStyle::kHalf;
+  float attention_factor = 1;
+  int heads = 0;
+  LayerCacheView cache;
+  StepState state;
+  int tokens = 1;  // of the bucket
+};
+
+struct AttentionArgs {
+  const float* q = nullptr;  // [tokens, heads * key_dim], normed and roped
+  float* out = nullptr;      // [tokens, heads * value_dim]
+  int heads = 0;
+  float scale = 1;
+  LayerCacheView cache;
+  StepState state;
+  int tokens = 1;                // of the bucket
+  std::byte* scratch = nullptr;  // attention_scratch_bytes(), zeroed once at load
+};
+
+// Bytes of scratch for partial results; counters in it return to zero after every launch.
+std::size_t attention_scratch_bytes(int tokens, int heads, int kv_heads, int value_dim,
+                                    int capacity);
+
+// Any number of tokens: one warp or more a head of a token.
+void finish_heads(const HeadsArgs& args, const Launch& launch);
+
+// Decode class, at most kDecodeTokens tokens. Work items are (token, kv head, split); the split is
+// fixed by the token's own position, so a token's result has the same bits whatever else the step
+// holds. `heads` is not null when finish_heads() has not run: the kernel then does its work first
+// (q in registers; keys and values of the step's tokens are stored by the block that owns their
+// split, and used from there), with the same arithmetic as finish_heads().
+void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& launch);
+
+// Chunk class, any number of tokens; finish_heads() has run. Tensor cores.
+void attend_chunk(const AttentionArgs& args, const Launch& launch);
+
+}  // namespace pianola::cuda

@@ -1,0 +1,77 @@
+// What the kernels of this backend share: waiting for the kernel before, reductions in a fixed
+// order, and numbers split into two bfloat16 parts.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace pianola::cuda {
+
+inline constexpr unsigned kAllLanes = 0xffffffffU;
+
+// Everything the kernels before this one wrote is visible afterwards.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may start to load what does not depend on this one.
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Activations are read past the first-level cache: with overlapping kernels it may hold what an
+// address contained before.
+__device__ __forceinline__ float load_activation(const float* p) { return __ldcg(p); }
+__device__ __forceinline__ float4 load_activation4(const float* p) {
+  return __ldcg(reinterpret_cast<const float4*>(p));
+}
+
+// Weights are read once: past the first-level cache, first to be evicted from the second.
+__device__ __forceinline__ uint4 load_weight(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// Sum over the lanes of a warp, the same in all of them; the order is fixed.
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(kAllLanes, v, offset);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(kAllLanes, v, offset));
+  return v;
+}
+
+__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+__device__ __forceinline__ float bf16_low(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(std::uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000U);
+}
+
+// x = high + low to 16 bits of mantissa, so that two products on tensor cores are as good as one of
+// the f32 value.
+struct SplitPair {
+  std::uint32_t high;
+  std::uint32_t low;
+};
+__device__ __forceinline__ SplitPair split_bf16(float a, float b) {
+  const std::uint32_t high = pack_bf16(a, b);
+  return {high, pack_bf16(a - bf16_low(high), b - bf16_high(high))};
+}
+
+// d += a b with a [16, 16], b [16, 8], bfloat16 parts and f32 sums.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace pianola::cuda
