@@ -8,7 +8,7 @@
 //   int row = engine.open_row({.max_length = 200, .stop_tokens = {2}});
 //   engine.append(row, prompt);                     // queued; computed by the next steps
 //   while (engine.status(row) == RowStatus::kRunning) {
-//     for (const TokenEvent& event : engine.step()) use(event.token);
+//     for (const TokenEvent& event : engine.stream()) use(event.token);
 //   }
 //   engine.close_row(row);
 //
@@ -128,7 +128,8 @@ class Engine {
   // Tokens in the caches.
   int length(int row) const;
 
-  // Forgets all but the first n tokens, 0 ≤ n ≤ history; the caches keep what they hold of them,
+  // Forgets all but the first n tokens, 0 ≤ n ≤ history (which may hold tokens that nobody has seen,
+  // see stream()); the caches keep what they hold of them,
   // and the row is idle until something is appended. Throws ContextOverflow and changes nothing
   // when n is out of range.
   void keep_first(int row, int n);
@@ -143,6 +144,12 @@ class Engine {
   // Rounds until every one of the rows has stopped, or max_rounds, or about 1,000 events; a single
   // round while a prompt is queued. The events of all rounds, in order.
   std::span<const TokenEvent> run(int max_rounds, std::span<const int> rows = {});
+  // Events as they come: as run(), but returns as soon as there is one. A device goes on computing
+  // between calls with the same `rows`; any other call that changes a row or computes ends that run
+  // after its round, and tokens nobody has seen are handed out by the next step(), run() or
+  // stream() of their row, or dropped with keep_first() and close_row(). Empty when no row runs, or
+  // when only prompts were computed.
+  std::span<const TokenEvent> stream(std::span<const int> rows = {});
   // True while some row is running.
   bool has_work() const;
 

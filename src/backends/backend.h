@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -87,15 +88,22 @@ class Program {
   virtual ~Program() = default;
   // Runs one round over the tables in StepState. Runs no model code and allocates nothing.
   virtual void replay() = 0;
-  // Runs rounds until every lane has stopped, the host set `yield`, the ring may overflow, or
-  // max_rounds is reached. Only for a step that feeds itself (counts->feed).
-  virtual RunResult run(int max_rounds) = 0;
+
+  // Rounds until every lane has stopped, stop() was called, the ring may overflow, or max_rounds
+  // is reached; only for a step that feeds itself (counts->feed). begin() returns at once. wait()
+  // returns the end of the run, or nothing when there is news in the ring and the run goes on. A
+  // device computes meanwhile; an executor whose loop is on the host computes a round in wait().
+  virtual void begin(int max_rounds) = 0;
+  virtual std::optional<RunResult> wait() = 0;
+  // Asks the run to end after the round at hand; wait() still has to see its end.
+  virtual void stop() = 0;
+
   virtual std::uint64_t address_certificate() const = 0;
 };
 
-// How memory will be touched: all of it soon (weights, workspace), or a little more with every
-// token (caches), where large pages would cost memory that no token uses.
-enum class MemoryUse : std::uint8_t { kDense, kSparse };
+// How memory will be touched: all of it soon (weights, workspace); a little more with every token
+// (caches), where large pages would cost memory that no token uses; or by host and device both.
+enum class MemoryUse : std::uint8_t { kDense, kSparse, kShared };
 
 // Memory of a device. Zeroed when it is made.
 class DeviceMemory {
@@ -103,6 +111,14 @@ class DeviceMemory {
   virtual ~DeviceMemory() = default;
   virtual std::byte* data() const = 0;
   virtual std::size_t size() const = 0;
+};
+
+// What a backend has done since it was made. Constant after load but for `launches`.
+struct BackendCounters {
+  std::uint64_t captures = 0;  // graphs
+  std::uint64_t launches = 0;  // of graphs, or of rounds op by op
+  double capture_seconds = 0;
+  std::size_t capture_bytes = 0;  // device memory that graphs took
 };
 
 class Backend {
@@ -131,17 +147,26 @@ class Backend {
   // `plan` and the backend outlive the Program.
   virtual std::unique_ptr<Program> compile(const Plan& plan, const Binding& binding) = 0;
 
-  // Copies between host and device memory; complete when they return.
+  // Copies between host and device memory, in order with the rounds of every Program. write() has
+  // taken the host's bytes when it returns; read() is complete.
   virtual void write(void* device, const void* host, std::size_t bytes) = 0;
   virtual void read(void* host, const void* device, std::size_t bytes) = 0;
+
+  virtual BackendCounters counters() const { return {}; }
 };
 
 struct BackendOptions {
   int threads = 0;  // 0: one for each processor this process may use
   std::string isa;  // "": the best this machine has; else "portable", "avx2", ...
+  // Of the CUDA backend:
+  int device = 0;
+  bool eager = false;            // op by op instead of a captured graph
+  bool check_each = false;       // eager: wait for each op and name the one that failed
+  bool dependent_launch = true;  // let a kernel start while the one before it ends
+  bool batch_invariant = false;  // prompts in the order of summation of decoding: slower
 };
 
-// "reference" or "cpu". InvalidArgument, listing the names, for anything else.
+// "cuda", "cpu" or "reference". InvalidArgument, listing the names, for anything else.
 std::unique_ptr<Backend> make_backend(std::string_view name, const BackendOptions& options);
 std::vector<std::string> backend_names();
 

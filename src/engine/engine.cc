@@ -1,21 +1,31 @@
 #include "pianola/engine.h"
 
 #include <algorithm>
+#include <atomic>
+#include <iterator>
 
 #include "base/check.h"
 #include "engine/engine_impl.h"
 
 namespace pianola {
+namespace {
+
+bool is_wanted(std::span<const int> only, int row) {
+  return only.empty() || std::find(only.begin(), only.end(), row) != only.end();
+}
+
+}  // namespace
 
 // The walk of one token: fill the tables, replay one Program, read what it produced.
 std::span<const TokenEvent> Engine::step(std::span<const int> rows) {
   Impl& e = *impl_;
-  e.events.clear();
+  e.settle();
+  if (e.take_waiting(rows)) return e.events;
   e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
-  e.replay(StepVariant::kSample, 1);
+  e.replay(StepVariant::kSample);
   for (const Impl::Lane& lane : e.lanes) e.computed(lane.row, lane.tokens);
-  e.read_events();
+  e.read_events(e.events);
   return e.events;
 }
 
@@ -25,24 +35,29 @@ std::span<const TokenEvent> Engine::run(int max_rounds, std::span<const int> row
   if (max_rounds < 1) {
     fail(ErrorCode::kInvalidArgument, "engine: run() of {} rounds, expected 1 or more", max_rounds);
   }
+  e.settle();
+  if (e.take_waiting(rows)) return e.events;
   if (max_rounds == 1 || !e.all_decode(rows)) return step(rows);
-  e.events.clear();
-  e.fill_tables(rows);
-  if (e.lanes.empty()) return e.events;
-  e.tables->set_feed(true);
-  e.replay(StepVariant::kSample, max_rounds);
-  e.read_events();
-  for (const TokenEvent& event : e.events) e.computed(event.row, 1);
+  e.begin_run(rows, max_rounds);
+  while (e.wait_run(e.events)) {
+  }
   return e.events;
 }
 
-namespace {
-
-bool is_wanted(std::span<const int> only, int row) {
-  return only.empty() || std::find(only.begin(), only.end(), row) != only.end();
+// And without waiting for the end of them.
+std::span<const TokenEvent> Engine::stream(std::span<const int> rows) {
+  Impl& e = *impl_;
+  if (e.take_waiting(rows)) return e.events;
+  if (!e.running || !std::ranges::equal(e.running_rows, rows)) {
+    e.settle();
+    if (e.take_waiting(rows)) return e.events;
+    if (!e.all_decode(rows)) return step(rows);
+    e.begin_run(rows, e.state.ring_capacity);
+  }
+  while (e.events.empty() && e.wait_run(e.events)) {
+  }
+  return e.events;
 }
-
-}  // namespace
 
 bool Engine::Impl::all_decode(std::span<const int> only) const {
   const auto all = rows->rows();
@@ -80,7 +95,7 @@ void Engine::Impl::add_lane(int row, int tokens, int logit_rows) {
   lanes.push_back({row, tokens});
 }
 
-void Engine::Impl::replay(StepVariant variant, int max_rounds) {
+const ProgramCache::Entry& Engine::Impl::write_tables(StepVariant variant) {
   if (!healthy) {
     fail(ErrorCode::kDevice, "engine: an earlier device error has poisoned it; load it again");
   }
@@ -88,19 +103,72 @@ void Engine::Impl::replay(StepVariant variant, int max_rounds) {
   PIANOLA_CHECK(entry, "no Program holds a step of {} tokens, {} lanes, {} logit rows ({})",
                 tables->counts().tokens, tables->counts().lanes, tables->counts().logit_rows,
                 step_variant_name(variant));
+  tables->write(state, *backend);
+  return *entry;
+}
+
+void Engine::Impl::replay(StepVariant variant) {
   try {
-    tables->write(state, *backend);
-    int rounds = 1;
-    if (tables->counts().feed) {
-      rounds = entry->program->run(max_rounds).rounds;
-    } else {
-      entry->program->replay();
-    }
-    counters.steps += static_cast<std::uint64_t>(rounds);
+    write_tables(variant).program->replay();
+    ++counters.steps;
   } catch (const Error& error) {
-    healthy = error.code() != ErrorCode::kDevice;
+    healthy = healthy && error.code() != ErrorCode::kDevice;
     throw;
   }
+}
+
+void Engine::Impl::begin_run(std::span<const int> only, int max_rounds) {
+  fill_tables(only);
+  if (lanes.empty()) return;
+  tables->set_feed(true);
+  try {
+    Program& program = *write_tables(StepVariant::kSample).program;
+    program.begin(max_rounds);
+    running = &program;
+    running_rows.assign(only.begin(), only.end());
+  } catch (const Error& error) {
+    healthy = healthy && error.code() != ErrorCode::kDevice;
+    throw;
+  }
+}
+
+bool Engine::Impl::wait_run(std::vector<TokenEvent>& out) {
+  if (!running) return false;
+  std::optional<RunResult> end;
+  try {
+    end = running->wait();
+  } catch (const Error& error) {
+    running = nullptr;
+    healthy = healthy && error.code() != ErrorCode::kDevice;
+    throw;
+  }
+  const std::size_t before = out.size();
+  read_events(out);
+  for (std::size_t i = before; i < out.size(); ++i) computed(out[i].row, 1);
+  if (!end) return true;
+  running = nullptr;
+  counters.steps += static_cast<std::uint64_t>(end->rounds);
+  return false;
+}
+
+void Engine::Impl::settle() {
+  if (!running) return;
+  running->stop();
+  while (wait_run(waiting)) {
+  }
+}
+
+bool Engine::Impl::take_waiting(std::span<const int> only) {
+  events.clear();
+  if (waiting.empty()) return false;
+  const auto wanted = [only](const TokenEvent& event) { return is_wanted(only, event.row); };
+  std::copy_if(waiting.begin(), waiting.end(), std::back_inserter(events), wanted);
+  std::erase_if(waiting, wanted);
+  return !events.empty();
+}
+
+void Engine::Impl::drop_waiting(int row) {
+  std::erase_if(waiting, [row](const TokenEvent& event) { return event.row == row; });
 }
 
 void Engine::Impl::computed(int row, int count) {
@@ -108,36 +176,41 @@ void Engine::Impl::computed(int row, int count) {
   counters.tokens += static_cast<std::uint64_t>(count);
 }
 
-void Engine::Impl::read_events() {
-  std::uint64_t head = 0;
-  backend->read(&head, state.ring_head, sizeof(head));
-  std::uint64_t tail = 0;
-  backend->read(&tail, state.ring_tail, sizeof(tail));
+void Engine::Impl::read_events(std::vector<TokenEvent>& out) {
+  const std::uint64_t head = std::atomic_ref(*state.ring_head).load(std::memory_order_acquire);
+  std::uint64_t tail = *state.ring_tail;
   for (; tail < head; ++tail) {
-    TokenEvent event;
-    const auto slot = tail % static_cast<std::uint64_t>(state.ring_capacity);
-    backend->read(&event, state.ring + slot, sizeof(event));
+    const TokenEvent event = state.ring[tail % static_cast<std::uint64_t>(state.ring_capacity)];
     rows->apply(event);
-    events.push_back(event);
+    out.push_back(event);
   }
-  backend->write(state.ring_tail, &tail, sizeof(tail));
+  *state.ring_tail = tail;
 }
 
 void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {
   lanes.clear();
   add_lane(row, count, count);
-  replay(variant, 1);
+  replay(variant);
   computed(row, count);
 }
 
 // --- Rows -------------------------------------------------------------------------------------
 
-int Engine::open_row(const RowOptions& options) { return impl_->rows->open(options); }
-void Engine::close_row(int row) { impl_->rows->close(row); }
+int Engine::open_row(const RowOptions& options) {
+  impl_->settle();
+  return impl_->rows->open(options);
+}
+void Engine::close_row(int row) {
+  impl_->settle();
+  impl_->rows->close(row);
+  impl_->drop_waiting(row);
+}
 void Engine::configure_row(int row, const RowOptions& options) {
+  impl_->settle();
   impl_->rows->configure(row, options);
 }
 void Engine::append(int row, std::span<const std::int32_t> tokens) {
+  impl_->settle();
   impl_->rows->append(row, tokens);
 }
 RowStatus Engine::status(int row) const { return impl_->rows->row(row).status; }
@@ -145,16 +218,21 @@ std::span<const std::int32_t> Engine::history(int row) const {
   return impl_->rows->row(row).history;
 }
 int Engine::length(int row) const { return impl_->rows->row(row).length; }
-void Engine::keep_first(int row, int n) { impl_->rows->keep_first(row, n); }
+void Engine::keep_first(int row, int n) {
+  impl_->settle();
+  impl_->rows->keep_first(row, n);
+  impl_->drop_waiting(row);
+}
 void Engine::drop_last(int row, int n) {
+  impl_->settle();
   const std::size_t size = impl_->rows->row(row).history.size();
   if (n < 0 || static_cast<std::size_t>(n) > size) {
     fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot drop the last {}",
          row, size, n);
   }
-  impl_->rows->keep_first(row, static_cast<int>(size) - n);
+  keep_first(row, static_cast<int>(size) - n);
 }
-void Engine::reset(int row) { impl_->rows->keep_first(row, 0); }
+void Engine::reset(int row) { keep_first(row, 0); }
 
 bool Engine::has_work() const {
   const auto rows = impl_->rows->rows();
@@ -201,6 +279,7 @@ std::span<const float> Engine::logits(int row, std::span<const std::int32_t> tok
   if (!e.layout.options().logits) {
     fail(ErrorCode::kInvalidArgument, "engine: logits() needs EngineOptions::logits at load");
   }
+  e.settle();
   const int count = static_cast<int>(tokens.size());
   if (count < 1 || count > logits_chunk() || e.rows->row(row).pending() != 0) {
     fail(ErrorCode::kInvalidArgument,

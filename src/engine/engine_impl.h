@@ -26,6 +26,7 @@ struct Engine::Impl {
   std::unique_ptr<DeviceMemory> weight_memory;
   std::unique_ptr<DeviceMemory> cache_memory;
   std::unique_ptr<DeviceMemory> state_memory;
+  std::unique_ptr<DeviceMemory> shared_memory;  // the ring of events
   std::unique_ptr<DeviceMemory> work_memory;
   StepState state;
   std::vector<LayerCacheView> caches;
@@ -33,7 +34,10 @@ struct Engine::Impl {
   std::unique_ptr<RowTable> rows;
   std::unique_ptr<StepTables> tables;
   std::vector<Lane> lanes;         // of the step at hand; never grows
-  std::vector<TokenEvent> events;  // of the last call; never grows
+  std::vector<TokenEvent> events;   // of the last call; never grows
+  std::vector<TokenEvent> waiting;  // computed, and not handed out yet
+  Program* running = nullptr;       // a run that stream() began and that may still go on
+  std::vector<int> running_rows;    // its rows; empty: all
   std::vector<float> logits;       // [logits_chunk, vocab] when recorded
   EngineCounters counters;
   bool healthy = true;
@@ -47,10 +51,21 @@ struct Engine::Impl {
   void fill_tables(std::span<const int> only);
   void add_lane(int row, int tokens, int logit_rows);
   // Writes the tables and replays the Program that holds them.
-  void replay(StepVariant variant, int max_rounds);
+  void replay(StepVariant variant);
+  // Writes the tables and begins a run of the Program that holds them.
+  void begin_run(std::span<const int> only, int max_rounds);
+  // Waits for news of the run and adds its events to `out`; false when it is over.
+  bool wait_run(std::vector<TokenEvent>& out);
+  // Ends a run that goes on; what it computed and nobody has seen waits. Every call that changes a
+  // row or computes something starts here.
+  void settle();
+  // Hands out what waits of some rows; false when there is nothing.
+  bool take_waiting(std::span<const int> only);
+  void drop_waiting(int row);
   // `count` tokens of a row are in the caches now.
   void computed(int row, int count);
-  void read_events();
+  void read_events(std::vector<TokenEvent>& out);
+  const ProgramCache::Entry& write_tables(StepVariant variant);
   // Computes `tokens` of an otherwise empty step; logits are wanted of all of them.
   void compute_all_rows(int row, int tokens, StepVariant variant);
   // Whether every running row has one token to compute.

@@ -176,7 +176,7 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   memory_.mapped = weights_->mapped_bytes();
   memory_.cache_per_slot = cache_layout_.bytes_per_slot();
   memory_.cache = cache_arena_.size();
-  memory_.state = state_.bytes();
+  memory_.state = state_.bytes() + state_.shared_bytes();
   memory_.workspace = workspace_bytes_ + scratch_bytes_;
   memory_.total = memory_.weights + memory_.cache + memory_.state + memory_.workspace;
   memory_.available = available;

@@ -39,11 +39,12 @@ void Engine::Impl::allocate() {
   weight_memory = backend->allocate(layout.weight_arena().size(), MemoryUse::kDense);
   cache_memory = backend->allocate(layout.cache_arena().size(), MemoryUse::kSparse);
   state_memory = backend->allocate(layout.state().bytes(), MemoryUse::kSparse);
+  shared_memory = backend->allocate(layout.state().shared_bytes(), MemoryUse::kShared);
   work_memory =
       backend->allocate(layout.workspace_bytes() + layout.scratch_bytes(), MemoryUse::kSparse);
   layout.weight_arena().seal(weight_memory->data());
   layout.cache_arena().seal(cache_memory->data());
-  state = layout.state().bind(state_memory->data());
+  state = layout.state().bind(state_memory->data(), shared_memory->data());
 
   const auto& on_progress = layout.options().on_progress;
   layout.weights().load(
@@ -87,7 +88,9 @@ void Engine::Impl::bind() {
   rows = std::make_unique<RowTable>(state, options.slots, options.max_seq_len,
                                     static_cast<int>(model->config().vocab_size), *backend);
   lanes.reserve(static_cast<std::size_t>(limits.lanes));
-  events.reserve(static_cast<std::size_t>(state.ring_capacity));
+  events.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
+  waiting.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
+  running_rows.reserve(static_cast<std::size_t>(options.slots));
   counters.plans = layout.plans().size();
 }
 
@@ -104,7 +107,14 @@ const float* Engine::Impl::device_logits() const {
 
 Engine::Engine(std::shared_ptr<const CausalModel> model, const EngineOptions& options)
     : impl_(std::make_unique<Impl>(std::move(model), options)) {}
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (!impl_) return;
+  try {
+    impl_->settle();
+  } catch (const Error&) {
+    impl_->healthy = false;  // nothing is left to be told
+  }
+}
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 

@@ -34,7 +34,7 @@ std::optional<Piece> Generator::next() {
       sequence.cancel();
       continue;
     }
-    for (const TokenEvent& event : impl_->engine.step({&row, 1})) sequence.accept(event);
+    for (const TokenEvent& event : impl_->engine.stream({&row, 1})) sequence.accept(event);
     // Somebody else has moved the row back: nothing more will come of it.
     if (!sequence.finished() && impl_->engine.status(row) != RowStatus::kRunning) sequence.cancel();
   }
@@ -88,7 +88,7 @@ class Batch {
       for (std::size_t row = 0; row < at_row_.size(); ++row) {
         if (at_row_[row].sequence) rows_.push_back(static_cast<int>(row));
       }
-      for (const TokenEvent& event : engine_.step(rows_)) {
+      for (const TokenEvent& event : engine_.stream(rows_)) {
         at_row_[static_cast<std::size_t>(event.row)].sequence->accept(event);
       }
       for (const int row : rows_) deliver(at_row_[static_cast<std::size_t>(row)]);

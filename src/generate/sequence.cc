@@ -120,6 +120,7 @@ FinishReason Sequence::reason_for(RowStatus status) const {
 }
 
 void Sequence::accept(const TokenEvent& event) {
+  if (finished()) return;  // the engine had computed more than was wanted
   const auto now = Clock::now();
   if (stats_.generated_tokens == 0) {
     first_token_ = now;
@@ -157,8 +158,11 @@ void Sequence::finish(FinishReason reason) {
     engine_.close_row(row_);
     owns_row_ = false;
   } else {
-    // The row stays as it is, but computes nothing more.
-    engine_.keep_first(row_, static_cast<int>(engine_.history(row_).size()));
+    // The row keeps the prompt and what was handed out, and computes nothing more.
+    const std::size_t known = engine_.history(row_).size();
+    const std::size_t seen =
+        request_.prompt.size() + static_cast<std::size_t>(stats_.generated_tokens);
+    engine_.keep_first(row_, static_cast<int>(std::min(known, seen)));
   }
 }
 

@@ -24,7 +24,7 @@ class Carver {
   std::size_t offset_ = 0;
 };
 
-StepState carve(const StepLimits& limits, Carver& carver) {
+StepState carve(const StepLimits& limits, Carver& carver, Carver& shared) {
   const auto rows = static_cast<std::size_t>(limits.rows);
   const auto tokens = static_cast<std::size_t>(limits.tokens);
   const auto lanes = static_cast<std::size_t>(limits.lanes);
@@ -32,7 +32,7 @@ StepState carve(const StepLimits& limits, Carver& carver) {
   StepState s;
   s.rows = limits.rows;
   s.history_stride = limits.max_seq_len + 1;
-  s.ring_capacity = std::max(1024, 4 * limits.lanes);
+  s.ring_capacity = std::max(1024, 64 * limits.lanes);
   s.row = carver.take<RowState>(rows);
   s.history = carver.take<TokenId>(rows * static_cast<std::size_t>(s.history_stride));
   s.counts = carver.take<StepCounts>(1);
@@ -46,9 +46,10 @@ StepState carve(const StepLimits& limits, Carver& carver) {
   s.sampled = carver.take<TokenId>(logit_rows);
   s.logprob = carver.take<float>(logit_rows);
   s.yield = carver.take<std::int32_t>(1);
-  s.ring_head = carver.take<std::uint64_t>(1);
-  s.ring_tail = carver.take<std::uint64_t>(1);
-  s.ring = carver.take<TokenEvent>(static_cast<std::size_t>(s.ring_capacity));
+  s.control = carver.take<RunControl>(1);
+  s.ring_head = shared.take<std::uint64_t>(1);
+  s.ring_tail = shared.take<std::uint64_t>(1);
+  s.ring = shared.take<TokenEvent>(static_cast<std::size_t>(s.ring_capacity));
   return s;
 }
 
@@ -56,13 +57,16 @@ StepState carve(const StepLimits& limits, Carver& carver) {
 
 StepStateLayout::StepStateLayout(const StepLimits& limits) : limits_(limits) {
   Carver carver(nullptr);
-  carve(limits_, carver);
+  Carver shared(nullptr);
+  carve(limits_, carver, shared);
   bytes_ = carver.offset();
+  shared_bytes_ = shared.offset();
 }
 
-StepState StepStateLayout::bind(std::byte* base) const {
+StepState StepStateLayout::bind(std::byte* base, std::byte* shared_base) const {
   Carver carver(base);
-  return carve(limits_, carver);
+  Carver shared(shared_base);
+  return carve(limits_, carver, shared);
 }
 
 double uniform_random(std::uint64_t seed, std::uint32_t choice, std::uint32_t position,

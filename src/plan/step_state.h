@@ -3,7 +3,7 @@
 // parameters here and never hold them by value, so one Program serves every step of its shape.
 //
 //   StepStateLayout layout(limits);                    // sizes
-//   StepState state = layout.bind(base);               // addresses
+//   StepState state = layout.bind(base, shared);       // addresses
 //   state.row[2].length = 0;
 #pragma once
 
@@ -61,6 +61,13 @@ struct StepCounts {
   std::int32_t feed = 0;  // 1: AdvanceOp writes the next round's tokens and positions (decode)
 };
 
+// A loop that runs on the device: how far it may go, and how far it went.
+struct RunControl {
+  std::int32_t max_rounds = 0;
+  std::int32_t rounds = 0;
+  std::uint64_t published = 0;  // the device's own copy of ring_head
+};
+
 // Addresses of the state. `rows`, `max_seq_len`, ... are fixed at load.
 struct StepState {
   std::int32_t rows = 0;
@@ -82,7 +89,11 @@ struct StepState {
   TokenId* sampled = nullptr;  // [logit_rows] -1: the row failed
   float* logprob = nullptr;    // [logit_rows] of `sampled` or of `target`
 
-  std::int32_t* yield = nullptr;       // [1] the host asks a running loop to end after its round
+  std::int32_t* yield = nullptr;  // [1] the host asks a running loop to end after its round
+  RunControl* control = nullptr;  // [1] only for executors whose loop runs on the device
+
+  // In memory that host and device both reach: the host reads events while a loop runs. The device
+  // writes the payload before the head; the host never lets more rounds run than the ring holds.
   std::uint64_t* ring_head = nullptr;  // [1] events published so far
   std::uint64_t* ring_tail = nullptr;  // [1] events consumed so far, written by the host
   TokenEvent* ring = nullptr;          // [ring_capacity]
@@ -100,12 +111,15 @@ class StepStateLayout {
  public:
   explicit StepStateLayout(const StepLimits& limits);
   std::size_t bytes() const { return bytes_; }
-  // `base` holds bytes() zeroed bytes, aligned to 128.
-  StepState bind(std::byte* base) const;
+  std::size_t shared_bytes() const { return shared_bytes_; }
+  // `base` holds bytes() zeroed bytes, `shared` shared_bytes() of them that the host can reach;
+  // both aligned to 128.
+  StepState bind(std::byte* base, std::byte* shared) const;
 
  private:
   StepLimits limits_;
   std::size_t bytes_ = 0;
+  std::size_t shared_bytes_ = 0;
 };
 
 // A uniform number in [0, 1) that depends on nothing but its arguments: the same draw whatever the

@@ -42,6 +42,8 @@ struct WeightLayout {
   bool mapped = false;
   std::size_t bytes = 0;      // device memory; 0 when mapped
   DType dtype = DType::kF32;  // of the stored form; packing is the backend's own
+  // Not 0: weights with the same source, form and size share one copy (a tied head).
+  int form = 0;
 };
 
 // A weight with its final address.

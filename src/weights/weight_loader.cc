@@ -14,12 +14,27 @@ WeightStore::WeightStore(std::span<const WeightDecl> decls, const LayoutFunction
                   decl.name);
     if (entry.layout.mapped) {
       mapped_bytes_ += decl.source_bytes();
+    } else if (const auto other = find_equal(decl, entry.layout)) {
+      entry.offset = entries_[*other].offset;
+      entry.copy_of = other;
     } else {
       entry.offset = arena.reserve(entry.layout.bytes);
       device_bytes_ += entry.layout.bytes;
     }
     entries_.push_back(entry);
   }
+}
+
+std::optional<std::size_t> WeightStore::find_equal(const WeightDecl& decl,
+                                                   const WeightLayout& layout) const {
+  if (layout.form == 0 || decl.source.empty()) return std::nullopt;
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    if (decls_[i].source == decl.source && entries_[i].layout.form == layout.form &&
+        entries_[i].layout.bytes == layout.bytes) {
+      return i;
+    }
+  }
+  return std::nullopt;
 }
 
 void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repack,
@@ -38,7 +53,9 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
     const WeightDecl& decl = decls_[i];
     const Entry& entry = entries_[i];
     const std::byte* data = nullptr;
-    if (!decl.constant.empty()) {
+    if (entry.copy_of) {
+      data = arena_->address(entry.offset);
+    } else if (!decl.constant.empty()) {
       data = arena_->address(entry.offset);
       repack(decl, entry.layout, reinterpret_cast<const std::byte*>(decl.constant.data()),
              arena_->address(entry.offset));

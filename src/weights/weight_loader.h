@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -44,7 +45,10 @@ class WeightStore {
   struct Entry {
     WeightLayout layout;
     std::size_t offset = 0;
+    std::optional<std::size_t> copy_of;  // an earlier entry that holds the same bytes
   };
+  std::optional<std::size_t> find_equal(const WeightDecl& decl, const WeightLayout& layout) const;
+
   std::span<const WeightDecl> decls_;
   Arena* arena_;
   std::vector<Entry> entries_;

@@ -289,7 +289,8 @@ class SampleOnBackend {
     plan_ = recorder.finish();
     const StepStateLayout layout({kRows, 64, kRows, kRows, kRows});
     state_memory_ = backend_->allocate(layout.bytes(), MemoryUse::kSparse);
-    state_ = layout.bind(state_memory_->data());
+    shared_memory_ = backend_->allocate(layout.shared_bytes(), MemoryUse::kShared);
+    state_ = layout.bind(state_memory_->data(), shared_memory_->data());
     workspace_ = backend_->allocate(plan_workspace(plan_).bytes, MemoryUse::kDense);
     const std::size_t scratch_bytes = backend_->scratch_bytes(plan_, {});
     scratch_ = backend_->allocate(scratch_bytes, MemoryUse::kDense);
@@ -324,7 +325,7 @@ class SampleOnBackend {
   std::unique_ptr<Backend> backend_;
   Plan plan_;
   BufferId logits_;
-  std::unique_ptr<DeviceMemory> state_memory_, workspace_, scratch_;
+  std::unique_ptr<DeviceMemory> state_memory_, shared_memory_, workspace_, scratch_;
   StepState state_;
   std::unique_ptr<Program> program_;
 };

@@ -43,10 +43,6 @@ void CpuProgram::replay() {
   });
 }
 
-RunResult CpuProgram::run(int max_rounds) {
-  return reference::run_rounds(*this, bound_.state(), max_rounds);
-}
-
 CpuProgram::Range CpuProgram::share(int n, Worker w) {
   return {static_cast<int>(std::int64_t{n} * w.index / w.count),
           static_cast<int>(std::int64_t{n} * (w.index + 1) / w.count)};

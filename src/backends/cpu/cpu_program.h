@@ -8,6 +8,7 @@
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/elementwise.h"
 #include "backends/cpu/kernels/linear.h"
+#include "backends/reference/ops.h"
 #include "base/thread_pool.h"
 
 namespace pianola::cpu {
@@ -17,7 +18,9 @@ class CpuProgram final : public Program {
   CpuProgram(const Plan& plan, const Binding& binding, Isa isa, ThreadPool& pool);
 
   void replay() override;
-  RunResult run(int max_rounds) override;
+  void begin(int max_rounds) override { rounds_.begin(bound_.state(), max_rounds); }
+  std::optional<RunResult> wait() override { return rounds_.next(*this, bound_.state()); }
+  void stop() override { *bound_.state().yield = 1; }
   std::uint64_t address_certificate() const override { return bound_.address_certificate(); }
 
  private:
@@ -74,6 +77,7 @@ class CpuProgram final : public Program {
   static Range share(int n, Worker w);
 
   BoundPlan bound_;
+  reference::HostRounds rounds_;
   Isa isa_;
   const Elementwise& f_;
   ThreadPool& pool_;

@@ -57,16 +57,25 @@ bool ring_is_full(const StepState& s) {
          static_cast<std::uint64_t>(s.ring_capacity);
 }
 
-RunResult run_rounds(Program& program, const StepState& state, int max_rounds) {
-  RunResult result;
-  while (true) {
-    if (all_lanes_stopped(state)) return {result.rounds, RunEnd::kAllStopped};
-    if (result.rounds >= max_rounds) return {result.rounds, RunEnd::kBound};
-    if (ring_is_full(state)) return {result.rounds, RunEnd::kRingFull};
-    if (*static_cast<volatile std::int32_t*>(state.yield)) return {result.rounds, RunEnd::kYield};
-    program.replay();
-    ++result.rounds;
-  }
+void HostRounds::begin(const StepState& state, int max_rounds) {
+  max_rounds_ = max_rounds;
+  rounds_ = 0;
+  *state.yield = 0;
+}
+
+std::optional<RunResult> HostRounds::next(Program& program, const StepState& state) {
+  if (const auto over = end(state)) return over;
+  program.replay();
+  ++rounds_;
+  return end(state);
+}
+
+std::optional<RunResult> HostRounds::end(const StepState& state) const {
+  if (all_lanes_stopped(state)) return RunResult{rounds_, RunEnd::kAllStopped};
+  if (rounds_ >= max_rounds_) return RunResult{rounds_, RunEnd::kBound};
+  if (ring_is_full(state)) return RunResult{rounds_, RunEnd::kRingFull};
+  if (*state.yield) return RunResult{rounds_, RunEnd::kYield};
+  return std::nullopt;
 }
 
 }  // namespace pianola::reference

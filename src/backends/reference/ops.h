@@ -48,7 +48,18 @@ bool all_lanes_stopped(const StepState& state);
 // True when another round could overflow the ring.
 bool ring_is_full(const StepState& state);
 
-// The loop around replay() that Program::run() promises.
-RunResult run_rounds(Program& program, const StepState& state, int max_rounds);
+// Program::begin() and wait() for executors whose loop is on the host.
+class HostRounds {
+ public:
+  void begin(const StepState& state, int max_rounds);
+  // One round, and the end when no other may follow.
+  std::optional<RunResult> next(Program& program, const StepState& state);
+
+ private:
+  std::optional<RunResult> end(const StepState& state) const;
+
+  int max_rounds_ = 0;
+  int rounds_ = 0;
+};
 
 }  // namespace pianola::reference

@@ -20,7 +20,9 @@ class ReferenceProgram final : public Program {
       std::visit([this](const auto& o) { run(o, bound_); }, op);
     }
   }
-  RunResult run(int max_rounds) override { return run_rounds(*this, bound_.state(), max_rounds); }
+  void begin(int max_rounds) override { rounds_.begin(bound_.state(), max_rounds); }
+  std::optional<RunResult> wait() override { return rounds_.next(*this, bound_.state()); }
+  void stop() override { *bound_.state().yield = 1; }
   std::uint64_t address_certificate() const override { return bound_.address_certificate(); }
 
  private:
@@ -29,6 +31,7 @@ class ReferenceProgram final : public Program {
     reference::run(op, bound);
   }
   BoundPlan bound_;
+  HostRounds rounds_;
 };
 
 }  // namespace

@@ -201,7 +201,7 @@ TEST(EngineMemory, WhatIsAllocatedIsWhatWasPlanned) {
     const auto& e = EngineTestAccess::impl(engine);
     EXPECT_EQ(e.weight_memory->size(), plan.weights);
     EXPECT_EQ(e.cache_memory->size(), plan.cache);
-    EXPECT_EQ(e.state_memory->size(), plan.state);
+    EXPECT_EQ(e.state_memory->size() + e.shared_memory->size(), plan.state);
     EXPECT_EQ(e.work_memory->size(), plan.workspace);
     EXPECT_EQ(plan.total, plan.weights + plan.cache + plan.state + plan.workspace);
     EXPECT_GE(plan.cache, plan.cache_per_slot * 3);

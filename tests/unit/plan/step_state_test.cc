@@ -40,9 +40,27 @@ std::vector<Region> regions(const StepState& s, const StepLimits& limits) {
           region("sampled", s.sampled, n(limits.logit_rows)),
           region("logprob", s.logprob, n(limits.logit_rows)),
           region("yield", s.yield, 1),
-          region("ring_head", s.ring_head, 1),
+          region("control", s.control, 1)};
+}
+
+std::vector<Region> shared_regions(const StepState& s) {
+  const auto n = [](int count) { return static_cast<std::size_t>(count); };
+  return {region("ring_head", s.ring_head, 1),
           region("ring_tail", s.ring_tail, 1),
           region("ring", s.ring, n(s.ring_capacity))};
+}
+
+void expect_apart(std::vector<Region> all, const std::byte* base, std::size_t bytes) {
+  std::sort(all.begin(), all.end(),
+            [](const Region& a, const Region& b) { return a.begin < b.begin; });
+  const std::byte* free = base;
+  for (const Region& r : all) {
+    EXPECT_GE(r.begin, free) << r.name << " overlaps what lies before it";
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(r.begin) % 128, 0U) << r.name;
+    free = r.begin + r.bytes;
+  }
+  EXPECT_LE(free, base + bytes);
+  EXPECT_LT(bytes - static_cast<std::size_t>(free - base), 128U);
 }
 
 TEST(StepStateLayout, TablesAreApartAlignedAndInside) {
@@ -52,33 +70,29 @@ TEST(StepStateLayout, TablesAreApartAlignedAndInside) {
     const StepStateLayout layout(limits);
     // The layout only computes addresses, so a made-up base will do.
     auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
-    const StepState state = layout.bind(base);
+    auto* shared = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 41);
+    const StepState state = layout.bind(base, shared);
     EXPECT_EQ(state.rows, limits.rows);
     EXPECT_GE(state.history_stride, limits.max_seq_len + 1) << "room for the last sampled token";
     EXPECT_GE(state.ring_capacity, 2 * limits.lanes) << "a round must fit behind another";
-    std::vector<Region> all = regions(state, limits);
-    std::sort(all.begin(), all.end(),
-              [](const Region& a, const Region& b) { return a.begin < b.begin; });
-    const std::byte* free = base;
-    for (const Region& r : all) {
-      EXPECT_GE(r.begin, free) << r.name << " overlaps what lies before it";
-      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(r.begin) % 128, 0U) << r.name;
-      free = r.begin + r.bytes;
-    }
-    EXPECT_LE(free, base + layout.bytes());
-    EXPECT_LT(layout.bytes() - static_cast<std::size_t>(free - base), 128U);
+    expect_apart(regions(state, limits), base, layout.bytes());
+    expect_apart(shared_regions(state), shared, layout.shared_bytes());
   }
 }
 
-TEST(StepStateLayout, BindIsAPureFunctionOfItsBase) {
+TEST(StepStateLayout, BindIsAPureFunctionOfItsBases) {
   const StepStateLayout layout({2, 100, 32, 2, 2});
   auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
-  const StepState a = layout.bind(base);
-  const StepState b = layout.bind(base);
-  const StepState moved = layout.bind(base + 4096);
+  auto* shared = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 41);
+  const StepState a = layout.bind(base, shared);
+  const StepState b = layout.bind(base, shared);
+  const StepState moved = layout.bind(base + 4096, shared + 8192);
   EXPECT_EQ(a.ring, b.ring);
+  EXPECT_EQ(a.token, b.token);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(moved.token),
+            reinterpret_cast<std::uintptr_t>(a.token) + 4096);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(moved.ring),
-            reinterpret_cast<std::uintptr_t>(a.ring) + 4096);
+            reinterpret_cast<std::uintptr_t>(a.ring) + 8192);
 }
 
 // The known answers that the authors of Random123 publish with it (kat_vectors, philox4x32 10).
