@@ -9,4 +9,8 @@ namespace pianola::cuda {
 // runtime's own words, unless `status` is success.
 void check(cudaError_t status, const char* what);
 
+// Throws Error (Internal) unless `ok`: for kernel files, whose compiler cannot read our format
+// strings.
+void require(bool ok, const char* rule);
+
 }  // namespace pianola::cuda

@@ -38,6 +38,12 @@ struct AttentionArgs {
   std::byte* scratch = nullptr;  // attention_scratch_bytes(), zeroed once at load
 };
 
+// Whether there is a kernel for these widths.
+inline bool attention_supported(int heads, int kv_heads, int key_dim, int value_dim) {
+  return heads % kv_heads == 0 && key_dim % 8 == 0 && value_dim % 8 == 0 && key_dim <= 256 &&
+         value_dim <= 256;
+}
+
 // Bytes of scratch for partial results; counters in it return to zero after every launch.
 std::size_t attention_scratch_bytes(int tokens, int heads, int kv_heads, int value_dim,
                                     int capacity);

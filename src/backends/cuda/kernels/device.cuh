@@ -23,13 +23,18 @@ __device__ __forceinline__ float4 load_activation4(const float* p) {
   return __ldcg(reinterpret_cast<const float4*>(p));
 }
 
-// Weights are read once: past the first-level cache, first to be evicted from the second.
+// Weights are read once: the first to be evicted from both caches.
 __device__ __forceinline__ uint4 load_weight(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
+}
+
+// Brings a line to the second-level cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // Sum over the lanes of a warp, the same in all of them; the order is fixed.

@@ -39,7 +39,10 @@ struct LinearArgs {
   const float* residual = nullptr;     // [tokens, part[0].ld] or null; may be part[0].out
   const std::int32_t* count = nullptr; // [1] live tokens (or logit rows)
   const std::int32_t* gather = nullptr;  // [count] input row of each token, or null: the same index
-  int tokens = 1;                      // of the bucket: the most there can be, <= kDecodeTokens
+  int tokens = 1;  // of the bucket: the most there can be, <= kDecodeTokens
+  // A larger step is computed in several launches: this one takes live tokens from `first` on.
+  int first = 0;
+  bool out_first = false;  // its results go to rows 0, 1, ... of `out`
 };
 
 // Throws Unsupported for more than kDecodeTokens tokens.

@@ -1,0 +1,135 @@
+#include "backends/cuda/cuda_backend.h"
+
+#include <vector>
+
+#include "backends/cuda.h"
+#include "backends/cuda/cuda_error.h"
+#include "backends/cuda/cuda_program.h"
+#include "backends/cuda/kernels/attention.h"
+#include "backends/cuda/kernels/packed_weight.h"
+#include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/token.h"
+#include "base/check.h"
+#include "tensor/quant_format.h"
+
+namespace pianola::cuda {
+
+CudaBackend::CudaBackend(const BackendOptions& options)
+    : options_{.eager = options.eager,
+               .check_each = options.check_each,
+               .dependent_launch = options.dependent_launch,
+               .batch_invariant = options.batch_invariant},
+      device_(options.device) {}
+
+CudaBackend::~CudaBackend() { free_staging(); }
+
+std::string CudaBackend::description() const {
+  std::string text = "cuda: " + device_.name();
+  text += options_.eager ? ", op by op" : ", captured";
+  if (!options_.dependent_launch) text += ", no dependent launch";
+  if (options_.batch_invariant) text += ", batch-invariant";
+  if (gemm_ && !gemm_->loaded()) {
+    text += ", cuBLASLt not found: prompts run in the order of decoding, slower";
+  }
+  return text;
+}
+
+WeightLayout CudaBackend::weight_layout(const WeightDecl& decl) const {
+  if (decl.role == WeightRole::kVector) {
+    return {.mapped = false,
+            .bytes = static_cast<std::size_t>(decl.cols) * sizeof(float),
+            .dtype = DType::kF32};
+  }
+  Codes codes = {};
+  Scales scales = {};
+  if (!packed_form(decl.dtype, codes, scales) || decl.cols % 8 != 0) {
+    fail(ErrorCode::kUnsupported, "cuda backend: weight '{}': {} [{}, {}] has no kernel", decl.name,
+         dtype_name(decl.dtype), decl.rows, decl.cols);
+  }
+  return {.mapped = false,
+          .bytes = packed_bytes(codes, scales, static_cast<int>(decl.rows),
+                                static_cast<int>(decl.cols)),
+          .dtype = decl.dtype,
+          .form = 1};
+}
+
+std::byte* CudaBackend::staging(std::size_t bytes) {
+  if (bytes > staging_bytes_) {
+    free_staging();
+    void* data = nullptr;
+    cuda::check(cudaMalloc(&data, bytes), "staging for a weight");
+    staging_ = static_cast<std::byte*>(data);
+    staging_bytes_ = bytes;
+  }
+  return staging_;
+}
+
+void CudaBackend::free_staging() {
+  cudaFree(staging_);
+  staging_ = nullptr;
+  staging_bytes_ = 0;
+}
+
+void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::byte* source,
+                         std::byte* destination) {
+  if (decl.role == WeightRole::kVector) {
+    std::vector<float> values(static_cast<std::size_t>(decl.cols));
+    dequantize_row(decl.dtype, source, values.data(), values.size());
+    device_.write(destination, values.data(), values.size() * sizeof(float));
+    device_.synchronize();
+    return;
+  }
+  Codes codes = {};
+  Scales scales = {};
+  packed_form(decl.dtype, codes, scales);
+  if (scales == Scales::kNone) {
+    device_.write(destination, source, decl.source_bytes());
+    device_.synchronize();
+    return;
+  }
+  std::byte* raw = staging(decl.source_bytes());
+  device_.write(raw, source, decl.source_bytes());
+  cuda::repack(decl.dtype, static_cast<int>(decl.rows), static_cast<int>(decl.cols), raw,
+               destination, {.stream = device_.stream(), .sms = device_.multiprocessors()});
+  device_.synchronize();
+}
+
+void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
+  for (const Op& op : plan.ops) {
+    const auto* attention = std::get_if<AttentionOp>(&op);
+    if (!attention) continue;
+    const FullAttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: attention of layer {}: {} heads on {} with widths {} and {} has no kernel "
+           "(widths must be multiples of 8 and at most 256)",
+           attention->cache.index, attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim);
+    }
+  }
+  if (plan.shape.logit_rows > static_cast<int>(kSampleCounterBytes / 8) &&
+      plan.shape.variant == StepVariant::kSample) {
+    fail(ErrorCode::kUnsupported, "cuda backend: {} rows sampled in one step, at most {}",
+         plan.shape.logit_rows, kSampleCounterBytes / 8);
+  }
+}
+
+std::size_t CudaBackend::scratch_bytes(const Plan& plan, const PlanTables& tables) const {
+  return plan_scratch(plan, tables, options_).bytes;
+}
+
+std::unique_ptr<Program> CudaBackend::compile(const Plan& plan, const Binding& binding) {
+  free_staging();
+  if (step_class(plan, options_) == StepClass::kChunk && !gemm_) {
+    gemm_ = std::make_unique<GemmLibrary>();
+  }
+  const GemmLibrary* library = gemm_ && gemm_->loaded() ? gemm_.get() : nullptr;
+  return std::make_unique<CudaProgram>(plan, binding, options_, library, device_, counters_);
+}
+
+bool built_in() { return true; }
+
+std::unique_ptr<Backend> make_cuda_backend(const BackendOptions& options) {
+  return std::make_unique<CudaBackend>(options);
+}
+
+}  // namespace pianola::cuda

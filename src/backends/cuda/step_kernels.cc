@@ -1,0 +1,469 @@
+#include "backends/cuda/step_kernels.h"
+
+#include <algorithm>
+
+#include "backends/cuda/kernels/gate.h"
+#include "backends/cuda/kernels/packed_weight.h"
+#include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/token.h"
+#include "base/check.h"
+
+namespace pianola::cuda {
+namespace {
+
+constexpr std::size_t kAlign = 256;
+
+// Hands out aligned pieces of the scratch.
+class Pieces {
+ public:
+  std::size_t take(std::size_t bytes) {
+    const std::size_t at = bytes_;
+    bytes_ += (bytes + kAlign - 1) / kAlign * kAlign;
+    return at;
+  }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_ = 0;
+};
+
+std::size_t size_of(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+bool is_raw_bf16(const WeightDecl& decl) { return decl.dtype == DType::kBF16; }
+
+// Products of a chunk by cuBLASLt need bfloat16: f16 and f32 matrices keep their precision and run
+// in the order of the decode class.
+bool is_gemm_form(const WeightDecl& decl) {
+  return decl.dtype != DType::kF32 && decl.dtype != DType::kF16;
+}
+
+struct Sizes {
+  int kv_heads = 0, heads = 0, value_dim = 0;
+  std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, vocab = 0, score_vocab = 0;
+};
+
+Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
+  Sizes s;
+  const auto decl = [&tables](WeightId id) -> const WeightDecl& {
+    return tables.weights[size_of(id.index)];
+  };
+  const auto product = [&](WeightId id) {
+    const WeightDecl& d = decl(id);
+    s.widest = std::max(s.widest, d.cols);
+    if (!is_raw_bf16(d) && is_gemm_form(d)) s.unpacked = std::max(s.unpacked, d.rows * d.cols);
+  };
+  for (const Op& op : plan.ops) {
+    if (const auto* q = std::get_if<QkvOp>(&op)) {
+      s.k_width = std::max(s.k_width, decl(q->k).rows);
+      s.v_width = std::max(s.v_width, decl(q->v).rows);
+      for (const WeightId id : {q->q, q->k, q->v}) product(id);
+    } else if (const auto* a = std::get_if<AttentionOp>(&op)) {
+      const FullAttentionSpec& spec = tables.caches[size_of(a->cache.index)];
+      s.heads = std::max(s.heads, a->heads);
+      s.kv_heads = std::max(s.kv_heads, spec.kv_heads);
+      s.value_dim = std::max(s.value_dim, spec.value_dim);
+    } else if (const auto* l = std::get_if<LinearOp>(&op)) {
+      product(l->weight);
+    } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
+      s.ff = std::max(s.ff, decl(m->gate).rows);
+      for (const WeightId id : {m->gate, m->up, m->down}) product(id);
+    } else if (const auto* h = std::get_if<LmHeadOp>(&op)) {
+      s.vocab = std::max(s.vocab, decl(h->weight).rows);
+    } else if (const auto* c = std::get_if<ScoreOp>(&op)) {
+      s.score_vocab = std::max(s.score_vocab, decl(c->weight).rows);
+    }
+  }
+  return s;
+}
+
+bool same_form(const PackedWeight& a, const PackedWeight& b) {
+  return a.codes == b.codes && a.scales == b.scales && a.cols == b.cols;
+}
+
+}  // namespace
+
+StepClass step_class(const Plan& plan, const CudaOptions& options) {
+  return plan.shape.tokens <= kDecodeTokens || options.batch_invariant ? StepClass::kDecode
+                                                                       : StepClass::kChunk;
+}
+
+CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaOptions& options) {
+  const Sizes s = sizes_of(plan, tables);
+  const std::size_t tokens = size_of(plan.shape.tokens);
+  CudaScratch c;
+  Pieces pieces;
+  c.counters = pieces.take(kSampleCounterBytes);
+  c.attention = pieces.take(attention_scratch_bytes(std::min(plan.shape.tokens, kDecodeTokens), s.heads,
+                                                    s.kv_heads, s.value_dim,
+                                                    tables.cache_shape.capacity));
+  if (s.vocab > 0 && plan.shape.variant == StepVariant::kSample) {
+    c.sample = pieces.take(sample_scratch_bytes(plan.shape.logit_rows, static_cast<int>(s.vocab)));
+  }
+  c.k = pieces.take(tokens * size_of(s.k_width) * sizeof(float));
+  c.v = pieces.take(tokens * size_of(s.v_width) * sizeof(float));
+  c.gate = pieces.take(tokens * size_of(s.ff) * sizeof(float));
+  if (step_class(plan, options) == StepClass::kChunk) {
+    c.up = pieces.take(tokens * size_of(s.ff) * 2);
+    c.normed = pieces.take(tokens * size_of(s.widest) * 2);
+    c.unpacked = pieces.take(size_of(s.unpacked) * 2);
+    c.gemm = pieces.take(kGemmWorkspaceBytes);
+  } else {
+    c.up = pieces.take(tokens * size_of(s.ff) * sizeof(float));
+  }
+  c.logits = pieces.take(size_of(kDecodeTokens) * size_of(s.score_vocab) * sizeof(float));
+  c.bytes = pieces.bytes();
+  return c;
+}
+
+StepKernels::StepKernels(const Plan& plan, const Binding& binding, const CudaOptions& options,
+                         const GemmLibrary* library, int multiprocessors)
+    : bound_(plan, binding),
+      options_(options),
+      library_(library),
+      multiprocessors_(multiprocessors),
+      layout_(plan_scratch(plan, binding.tables, options)),
+      class_(library ? step_class(plan, options) : StepClass::kDecode) {
+  choose_products();
+}
+
+void StepKernels::choose_products() {
+  products_.resize(bound_.plan().ops.size());
+  if (class_ == StepClass::kDecode) return;
+  const auto add = [this](std::size_t op, WeightId id, GemmOut out, bool bias, bool residual) {
+    const WeightDecl& decl = *bound_.weight(id).decl;
+    if (!is_gemm_form(decl)) return;
+    products_[op].gemm.emplace_back(*library_, tokens(), static_cast<int>(decl.rows),
+                                    static_cast<int>(decl.cols), out, bias, residual);
+  };
+  for (std::size_t i = 0; i < bound_.plan().ops.size(); ++i) {
+    const Op& op = bound_.plan().ops[i];
+    if (const auto* q = std::get_if<QkvOp>(&op)) {
+      add(i, q->q, GemmOut::kF32, q->q_bias.valid(), false);
+      add(i, q->k, GemmOut::kF32, q->k_bias.valid(), false);
+      add(i, q->v, GemmOut::kF32, q->v_bias.valid(), false);
+    } else if (const auto* l = std::get_if<LinearOp>(&op)) {
+      add(i, l->weight, GemmOut::kF32, l->bias.valid(), l->residual.valid());
+    } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
+      add(i, m->gate, GemmOut::kBF16, false, false);
+      add(i, m->up, GemmOut::kBF16, false, false);
+      add(i, m->down, GemmOut::kF32, m->down_bias.valid(), true);
+    }
+  }
+}
+
+Launch StepKernels::launch(cudaStream_t stream) const {
+  // Chunks keep plain edges: their kernels fill the device.
+  return {.stream = stream,
+          .sms = multiprocessors_,
+          .dependent = options_.dependent_launch && class_ == StepClass::kDecode};
+}
+
+void StepKernels::issue(cudaStream_t stream, const cudaGraphConditionalHandle* handle) const {
+  issue_ops(stream, 0, op_count(), handle);
+}
+
+void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
+                            const cudaGraphConditionalHandle* handle) const {
+  const std::vector<Op>& ops = bound_.plan().ops;
+  Launch l = launch(stream);
+  const bool dependent = l.dependent;
+  l.dependent = false;  // the first kernel of a graph has nothing to depend on
+  for (int i = first; i < last; ++i) {
+    const auto index = static_cast<std::size_t>(i);
+    const Op& op = ops[index];
+    if (const auto* qkv = std::get_if<QkvOp>(&op)) {
+      project_qkv(*qkv, index, l);
+      l.dependent = dependent;
+      const HeadsArgs heads = heads_args(*qkv);
+      const auto* attention = i + 1 < last ? std::get_if<AttentionOp>(&ops[index + 1]) : nullptr;
+      if (attention && class_ == StepClass::kDecode && tokens() <= kDecodeTokens &&
+          attention->cache == qkv->cache && attention->q == qkv->q_out) {
+        run(*attention, &heads, l);
+        ++i;
+      } else {
+        finish_heads(heads, l);
+      }
+      continue;
+    }
+    if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+      run(*attention, nullptr, l);
+    } else if (std::holds_alternative<AdvanceOp>(op)) {
+      AdvanceArgs args{.state = bound_.state(),
+                       .samples = bound_.plan().shape.variant == StepVariant::kSample};
+      args.loop = handle != nullptr;
+      if (handle) args.handle = *handle;
+      advance(args, l);
+    } else {
+      std::visit(
+          [&](const auto& o) {
+            using O = std::decay_t<decltype(o)>;
+            if constexpr (!std::is_same_v<O, QkvOp> && !std::is_same_v<O, AttentionOp> &&
+                          !std::is_same_v<O, AdvanceOp>) {
+              run(o, index, l);
+            }
+          },
+          op);
+    }
+    l.dependent = dependent;
+  }
+}
+
+void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
+  embed({.table = packed(op.table),
+         .out = bound_.buffer(op.out),
+         .state = bound_.state(),
+         .tokens = tokens()},
+        l);
+}
+
+void StepKernels::run(const NormOp& op, std::size_t, const Launch& l) const {
+  rms_norm({.in = bound_.buffer(op.in),
+            .weight = bound_.vector(op.norm.weight),
+            .eps = op.norm.eps,
+            .out = bound_.buffer(op.out),
+            .width = static_cast<int>(bound_.width(op.in)),
+            .count = token_count(),
+            .tokens = tokens()},
+           l);
+}
+
+void StepKernels::multiply(LinearArgs args, int count, const Launch& l) const {
+  for (args.first = 0; args.first < count; args.first += kDecodeTokens) {
+    args.tokens = std::min(kDecodeTokens, count - args.first);
+    linear(args, l);
+  }
+}
+
+const void* StepKernels::bf16_weight(WeightId id, const Launch& l) const {
+  const PackedWeight weight = packed(id);
+  if (weight.codes == Codes::kBF16) return weight.data;
+  auto* out = scratch<std::byte>(layout_.unpacked);
+  unpack_bf16(weight, 0, weight.rows, out, l);
+  return out;
+}
+
+void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) const {
+  const int width = static_cast<int>(bound_.width(op.in));
+  const int rows = static_cast<int>(bound_.width(op.out));
+  const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
+  if (products_[index].gemm.empty()) {
+    LinearArgs args;
+    args.part[0] = {packed(op.weight), bound_.vector(op.bias), bound_.buffer(op.out), rows};
+    args.in = bound_.buffer(op.in);
+    args.in_ld = width;
+    args.residual = residual;
+    args.count = token_count();
+    multiply(args, tokens(), l);
+    return;
+  }
+  auto* x = scratch<void>(layout_.normed);
+  rms_norm_bf16({.in = bound_.buffer(op.in), .width = width, .count = token_count(),
+                 .tokens = tokens()},
+                x, l);
+  products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
+                               bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
+}
+
+void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {
+  struct Target {
+    WeightId weight;
+    WeightId bias;
+    float* out;
+  };
+  const std::array<Target, 3> targets = {
+      {{op.q, op.q_bias, bound_.buffer(op.q_out)},
+       {op.k, op.k_bias, scratch<float>(layout_.k)},
+       {op.v, op.v_bias, scratch<float>(layout_.v)}}};
+  const int width = static_cast<int>(bound_.width(op.in));
+  const std::vector<Gemm>& gemm = products_[index].gemm;
+  if (gemm.size() == 3) {
+    auto* x = scratch<void>(layout_.normed);
+    rms_norm_bf16({.in = bound_.buffer(op.in),
+                   .weight = bound_.vector(op.norm.weight),
+                   .eps = op.norm.eps,
+                   .width = width,
+                   .count = token_count(),
+                   .tokens = tokens()},
+                  x, l);
+    for (std::size_t i = 0; i < 3; ++i) {
+      gemm[i].run(bf16_weight(targets[i].weight, l), x, bound_.vector(targets[i].bias), nullptr,
+                  targets[i].out, scratch<std::byte>(layout_.gemm), l.stream);
+    }
+    return;
+  }
+  LinearArgs args;
+  args.in = bound_.buffer(op.in);
+  args.in_ld = width;
+  args.norm = bound_.vector(op.norm.weight);
+  args.eps = op.norm.eps;
+  args.count = token_count();
+  Launch next = l;
+  // Matrices of one form share a launch.
+  for (std::size_t i = 0; i < 3;) {
+    args.parts = 0;
+    const PackedWeight first = packed(targets[i].weight);
+    for (; i < 3 && same_form(first, packed(targets[i].weight)); ++i) {
+      const PackedWeight weight = packed(targets[i].weight);
+      args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out, weight.rows};
+    }
+    multiply(args, tokens(), next);
+    next.dependent = options_.dependent_launch && class_ == StepClass::kDecode;
+  }
+}
+
+HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
+  HeadsArgs h;
+  h.q = bound_.buffer(op.q_out);
+  h.k = scratch<float>(layout_.k);
+  h.v = scratch<float>(layout_.v);
+  h.q_out = bound_.buffer(op.q_out);
+  if (op.q_norm) {
+    h.q_norm = bound_.vector(op.q_norm->weight);
+    h.q_norm_eps = op.q_norm->eps;
+  }
+  if (op.k_norm) {
+    h.k_norm = bound_.vector(op.k_norm->weight);
+    h.k_norm_eps = op.k_norm->eps;
+  }
+  h.inverse_frequencies = bound_.vector(op.rope.inverse_frequencies);
+  h.style = op.rope.style;
+  h.attention_factor = op.rope.attention_factor;
+  h.cache = bound_.cache(op.cache);
+  h.heads = static_cast<int>(bound_.width(op.q_out)) / h.cache.key_dim;
+  h.state = bound_.state();
+  h.tokens = tokens();
+  return h;
+}
+
+void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const {
+  AttentionArgs args;
+  args.q = bound_.buffer(op.q);
+  args.out = bound_.buffer(op.out);
+  args.heads = op.heads;
+  args.scale = op.scale;
+  args.cache = bound_.cache(op.cache);
+  args.state = bound_.state();
+  args.tokens = tokens();
+  args.scratch = scratch<std::byte>(layout_.attention);
+  if (tokens() <= kDecodeTokens) {
+    attend(args, heads, l);
+  } else {
+    attend_chunk(args, l);
+  }
+}
+
+void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) const {
+  const int width = static_cast<int>(bound_.width(op.in));
+  const PackedWeight gate = packed(op.gate);
+  const PackedWeight up = packed(op.up);
+  const std::vector<Gemm>& gemm = products_[index].gemm;
+  if (gemm.size() == 3) {
+    auto* x = scratch<void>(layout_.normed);
+    rms_norm_bf16({.in = bound_.buffer(op.in),
+                   .weight = bound_.vector(op.norm.weight),
+                   .eps = op.norm.eps,
+                   .width = width,
+                   .count = token_count(),
+                   .tokens = tokens()},
+                  x, l);
+    auto* workspace = scratch<std::byte>(layout_.gemm);
+    auto* g = scratch<void>(layout_.gate);
+    auto* u = scratch<void>(layout_.up);
+    gemm[0].run(bf16_weight(op.gate, l), x, nullptr, nullptr, g, workspace, l.stream);
+    gemm[1].run(bf16_weight(op.up, l), x, nullptr, nullptr, u, workspace, l.stream);
+    gate_bf16({.gate = g,
+               .up = u,
+               .gate_bias = bound_.vector(op.gate_bias),
+               .up_bias = bound_.vector(op.up_bias),
+               .out = x,
+               .width = gate.rows,
+               .tokens = tokens()},
+              l);
+    gemm[2].run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), bound_.buffer(op.residual),
+                bound_.buffer(op.out), workspace, l.stream);
+    return;
+  }
+  LinearArgs args;
+  args.in = bound_.buffer(op.in);
+  args.in_ld = width;
+  args.norm = bound_.vector(op.norm.weight);
+  args.eps = op.norm.eps;
+  args.count = token_count();
+  auto* hidden = scratch<float>(layout_.gate);
+  auto* raw_up = scratch<float>(layout_.up);
+  Launch next = l;
+  const bool dependent = options_.dependent_launch && class_ == StepClass::kDecode;
+  if (same_form(gate, up)) {
+    args.parts = 2;
+    args.end = LinearEnd::kGated;
+    args.part[0] = {gate, bound_.vector(op.gate_bias), hidden, gate.rows};
+    args.part[1] = {up, bound_.vector(op.up_bias), nullptr, up.rows};
+    multiply(args, tokens(), next);
+  } else {
+    args.part[0] = {gate, bound_.vector(op.gate_bias), hidden, gate.rows};
+    multiply(args, tokens(), next);
+    next.dependent = dependent;
+    args.part[0] = {up, bound_.vector(op.up_bias), raw_up, up.rows};
+    multiply(args, tokens(), next);
+    gate_f32({.gate = hidden, .up = raw_up, .out = hidden, .width = gate.rows, .tokens = tokens()},
+             next);
+  }
+  next.dependent = dependent;
+  const PackedWeight down = packed(op.down);
+  LinearArgs last;
+  last.part[0] = {down, bound_.vector(op.down_bias), bound_.buffer(op.out), down.rows};
+  last.in = hidden;
+  last.in_ld = gate.rows;
+  last.residual = bound_.buffer(op.residual);
+  last.count = token_count();
+  multiply(last, tokens(), next);
+}
+
+void StepKernels::run(const LmHeadOp& op, std::size_t, const Launch& l) const {
+  const PackedWeight weight = packed(op.weight);
+  LinearArgs args;
+  args.part[0] = {weight, nullptr, bound_.buffer(op.logits), weight.rows};
+  args.in = bound_.buffer(op.in);
+  args.in_ld = static_cast<int>(bound_.width(op.in));
+  args.norm = bound_.vector(op.norm.weight);
+  args.eps = op.norm.eps;
+  args.count = logit_count();
+  args.gather = bound_.state().logit_token;
+  multiply(args, logit_rows(), l);
+}
+
+void StepKernels::run(const ScoreOp& op, std::size_t, const Launch& l) const {
+  const PackedWeight weight = packed(op.weight);
+  auto* logits = scratch<float>(layout_.logits);
+  LinearArgs args;
+  args.in = bound_.buffer(op.in);
+  args.in_ld = static_cast<int>(bound_.width(op.in));
+  args.norm = bound_.vector(op.norm.weight);
+  args.eps = op.norm.eps;
+  args.count = logit_count();
+  args.gather = bound_.state().logit_token;
+  args.out_first = true;
+  args.part[0] = {weight, nullptr, logits, weight.rows};
+  for (args.first = 0; args.first < logit_rows(); args.first += kDecodeTokens) {
+    args.tokens = std::min(kDecodeTokens, logit_rows() - args.first);
+    linear(args, l);
+    target_logprob({.logits = logits,
+                    .vocab = weight.rows,
+                    .state = bound_.state(),
+                    .first = args.first,
+                    .rows = args.tokens},
+                   l);
+  }
+}
+
+void StepKernels::run(const SampleOp& op, std::size_t, const Launch& l) const {
+  sample({.logits = bound_.buffer(op.logits),
+          .vocab = static_cast<int>(bound_.width(op.logits)),
+          .state = bound_.state(),
+          .logit_rows = logit_rows(),
+          .scratch = scratch<std::byte>(layout_.sample),
+          .counters = scratch<std::uint32_t>(layout_.counters)},
+         l);
+}
+
+}  // namespace pianola::cuda

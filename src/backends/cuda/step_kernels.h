@@ -1,0 +1,104 @@
+// From the ops of a Plan to launches: which kernels do an op, and what scratch they share. Nothing
+// here knows whether the stream is being captured.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "backends/backend.h"
+#include "backends/cuda/gemm.h"
+#include "backends/cuda/kernels/attention.h"
+#include "backends/cuda/kernels/launch.h"
+#include "backends/cuda/kernels/linear.h"
+
+namespace pianola::cuda {
+
+// How the tokens of a Plan are computed (cache-contract.md, section 6): at most kDecodeTokens in one
+// order of summation, or prompt chunks by cuBLASLt.
+enum class StepClass { kDecode, kChunk };
+
+struct CudaOptions {
+  bool eager = false;             // op by op instead of a graph
+  bool check_each = false;        // eager: wait for each op and name the one that failed
+  bool dependent_launch = true;   // programmatic dependent launch edges
+  bool batch_invariant = false;   // chunks in the order of the decode class
+};
+
+// Offsets into the scratch that a Plan's kernels share. Counters of sampling come first, then those
+// that attention begins with, at the same place in every Plan: they are zero between launches and
+// must stay so.
+struct CudaScratch {
+  std::size_t counters = 0;
+  std::size_t attention = 0;
+  std::size_t sample = 0;
+  std::size_t k = 0;       // [tokens, kv_heads * key_dim] f32
+  std::size_t v = 0;       // [tokens, kv_heads * value_dim] f32
+  std::size_t gate = 0;    // [tokens, ff] f32, or bf16 in the chunk class
+  std::size_t up = 0;      // [tokens, ff] bf16, only in the chunk class
+  std::size_t normed = 0;  // [tokens, widest] bf16, only in the chunk class
+  std::size_t unpacked = 0;  // the largest block-format matrix in bf16, only in the chunk class
+  std::size_t gemm = 0;
+  std::size_t logits = 0;  // [kDecodeTokens, vocab] f32, for ScoreOp
+  std::size_t bytes = 0;
+};
+
+StepClass step_class(const Plan& plan, const CudaOptions& options);
+CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaOptions& options);
+
+class StepKernels {
+ public:
+  // Chooses algorithms. `library` may be null: then chunks run in the order of the decode class.
+  StepKernels(const Plan& plan, const Binding& binding, const CudaOptions& options,
+              const GemmLibrary* library, int multiprocessors);
+
+  const BoundPlan& bound() const { return bound_; }
+  int op_count() const { return static_cast<int>(bound_.plan().ops.size()); }
+
+  // One round on `stream`, or the ops [first, last). In a loop, `handle` is the condition of its
+  // node. A QkvOp whose AttentionOp lies in the range is finished by the latter's kernel.
+  void issue(cudaStream_t stream, const cudaGraphConditionalHandle* handle) const;
+  void issue_ops(cudaStream_t stream, int first, int last,
+                 const cudaGraphConditionalHandle* handle) const;
+
+ private:
+  struct Products {
+    std::vector<Gemm> gemm;  // in the order in which the op uses them
+  };
+
+  Launch launch(cudaStream_t stream) const;
+  void run(const EmbedOp& op, std::size_t index, const Launch& l) const;
+  void run(const NormOp& op, std::size_t index, const Launch& l) const;
+  void run(const LinearOp& op, std::size_t index, const Launch& l) const;
+  void project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const;
+  void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
+  void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
+  void run(const LmHeadOp& op, std::size_t index, const Launch& l) const;
+  void run(const ScoreOp& op, std::size_t index, const Launch& l) const;
+  void run(const SampleOp& op, std::size_t index, const Launch& l) const;
+
+  // Products of up to three matrices on one input; every kDecodeTokens tokens a launch.
+  void multiply(LinearArgs args, int tokens, const Launch& l) const;
+  const void* bf16_weight(WeightId id, const Launch& l) const;
+  HeadsArgs heads_args(const QkvOp& op) const;
+  void choose_products();
+
+  PackedWeight packed(WeightId id) const { return packed_weight(bound_.weight(id)); }
+  int tokens() const { return bound_.plan().shape.tokens; }
+  int logit_rows() const { return bound_.plan().shape.logit_rows; }
+  const std::int32_t* token_count() const { return &bound_.state().counts->tokens; }
+  const std::int32_t* logit_count() const { return &bound_.state().counts->logit_rows; }
+  template <typename T>
+  T* scratch(std::size_t offset) const {
+    return reinterpret_cast<T*>(bound_.scratch() + offset);
+  }
+
+  BoundPlan bound_;
+  CudaOptions options_;
+  const GemmLibrary* library_;
+  int multiprocessors_;
+  CudaScratch layout_;
+  StepClass class_;
+  std::vector<Products> products_;  // by op; empty in the decode class
+};
+
+}  // namespace pianola::cuda
