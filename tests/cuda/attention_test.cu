@@ -1,5 +1,6 @@
 // The attention kernels against double precision on fresh random inputs. Every cache position that
-// no token has written holds NaN, as do outputs before a launch and the scratch beyond its counters.
+// no token has written holds NaN, as do outputs before a launch and the scratch beyond its
+// counters.
 #include "backends/cuda/kernels/attention.h"
 
 #include <gtest/gtest.h>
@@ -74,16 +75,744 @@ struct Shape {
   float attention_factor = 1;
 
   std::size_t element() const { return dtype == DType::kF32 ? 4 : 2; }
-  std::size_t keys() const { return std::size_t(slots) * capacity * kv_heads * key_dim; }
-  std::size_t values() const { return std::size_t(slots) * capacity * kv_heads * value_dim; }
+  std::size_t slot_elements(int dim) const {
+    return static_cast<std::size_t>(capacity) * static_cast<std::size_t>(kv_heads * dim);
+  }
   float scale() const { return 1.0F / std::sqrt(static_cast<float>(key_dim)); }
   std::string name() const {
-    return std::string(dtype_name(dtype)) + " " + std::to_string(heads) + "/" +
-           std::to_string(kv_heads) + " heads of " + std::to_string(key_dim) + "/" +
-           std::to_string(value_dim);
+    const char* type = dtype == DType::kF32 ? "f32" : dtype == DType::kF16 ? "f16" : "bf16";
+    return std::string(type) + " " + std::to_string(heads) + "/" + std::to_string(kv_heads) +
+           " heads of " + std::to_string(key_dim) + " and " + std::to_string(value_dim) +
+           (style == RopeStyle::kHalf ? "" : ", interleaved") + (norms ? ", norms" : "");
   }
 };
 
-// dtype_name() lives in a source file that this test does not need.
+// The same number for the same arguments, so that a token has the same q, k and v in every step.
+enum Kind { kQ, kK, kV, kKeyFill, kValueFill };
+float noise(Kind kind, int row, int position, int index) {
+  std::uint64_t x =
+      (static_cast<std::uint64_t>(kind) << 60) ^ (static_cast<std::uint64_t>(row) << 44) ^
+      (static_cast<std::uint64_t>(position) << 22) ^ static_cast<std::uint64_t>(index);
+  x = (x + 0x9e3779b97f4a7c15U) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+  x ^= x >> 31;
+  return (static_cast<float>(x >> 40) / static_cast<float>(1 << 23) - 1.0F) * 1.7F;
+}
+
+void store(DType dtype, std::vector<std::byte>& bytes, std::size_t index, float value) {
+  if (dtype == DType::kF32) {
+    std::memcpy(bytes.data() + 4 * index, &value, 4);
+  } else {
+    const std::uint16_t bits = dtype == DType::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
+    std::memcpy(bytes.data() + 2 * index, &bits, 2);
+  }
+}
+float load(DType dtype, const std::vector<std::byte>& bytes, std::size_t index) {
+  if (dtype == DType::kF32) {
+    float value = 0;
+    std::memcpy(&value, bytes.data() + 4 * index, 4);
+    return value;
+  }
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, bytes.data() + 2 * index, 2);
+  return dtype == DType::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+}
+float rounded(DType dtype, float value) {
+  if (dtype == DType::kF32) return value;
+  return dtype == DType::kF16 ? f16_to_f32(f32_to_f16(value)) : bf16_to_f32(f32_to_bf16(value));
+}
+
+// Tokens of one lane; position -1 is masked.
+struct Lane {
+  int row = 0;
+  std::vector<int> positions;
+};
+Lane run_of(int row, int first, int count) {
+  Lane lane{row, std::vector<int>(static_cast<std::size_t>(count))};
+  std::iota(lane.positions.begin(), lane.positions.end(), first);
+  return lane;
+}
+
+// A layer: its constants and caches, with rows filled up to their lengths.
+class Layer {
+ public:
+  Layer(const Shape& shape, const std::vector<std::pair<int, int>>& row_lengths) : shape_(shape) {
+    const int half = shape.key_dim / 2;
+    for (int i = 0; i < half; ++i) {
+      frequencies.push_back(std::pow(10000.0F, -static_cast<float>(i) / static_cast<float>(half)));
+    }
+    for (int i = 0; i < shape.key_dim; ++i) {
+      q_norm.push_back(1.0F + 0.3F * noise(kQ, 999, 0, i));
+      k_norm.push_back(1.0F + 0.3F * noise(kK, 999, 0, i));
+    }
+    const auto slots = static_cast<std::size_t>(shape.slots);
+    keys.assign(slots * shape.slot_elements(shape.key_dim) * shape.element(), std::byte{0xff});
+    values.assign(slots * shape.slot_elements(shape.value_dim) * shape.element(), std::byte{0xff});
+    for (const auto& [row, length] : row_lengths) {
+      for (int p = 0; p < length; ++p) {
+        for (int h = 0; h < shape.kv_heads; ++h) {
+          for (int i = 0; i < shape.key_dim; ++i) {
+            store(shape.dtype, keys, key_index(row, p, h) + static_cast<std::size_t>(i),
+                  noise(kKeyFill, row, p, h * 512 + i));
+          }
+          for (int i = 0; i < shape.value_dim; ++i) {
+            store(shape.dtype, values, value_index(row, p, h) + static_cast<std::size_t>(i),
+                  noise(kValueFill, row, p, h * 512 + i));
+          }
+        }
+      }
+    }
+    device_keys_ = DeviceArray<std::byte>(keys);
+    device_values_ = DeviceArray<std::byte>(values);
+    device_frequencies_ = DeviceArray<float>(frequencies);
+    device_q_norm_ = DeviceArray<float>(q_norm);
+    device_k_norm_ = DeviceArray<float>(k_norm);
+  }
+
+  const Shape& shape() const { return shape_; }
+  std::size_t key_index(int row, int position, int head) const {
+    return static_cast<std::size_t>(row) * shape_.slot_elements(shape_.key_dim) +
+           cache_index(position, head, shape_.kv_heads, shape_.key_dim);
+  }
+  std::size_t value_index(int row, int position, int head) const {
+    return static_cast<std::size_t>(row) * shape_.slot_elements(shape_.value_dim) +
+           cache_index(position, head, shape_.kv_heads, shape_.value_dim);
+  }
+  LayerCacheView view() const {
+    LayerCacheView view;
+    view.dtype = shape_.dtype;
+    view.kv_heads = shape_.kv_heads;
+    view.key_dim = shape_.key_dim;
+    view.value_dim = shape_.value_dim;
+    view.capacity = shape_.capacity;
+    view.key_slot_bytes = shape_.slot_elements(shape_.key_dim) * shape_.element();
+    view.value_slot_bytes = shape_.slot_elements(shape_.value_dim) * shape_.element();
+    view.keys = device_keys_.get();
+    view.values = device_values_.get();
+    return view;
+  }
+  void constants(HeadsArgs& args) const {
+    if (shape_.norms) {
+      args.q_norm = device_q_norm_.get();
+      args.k_norm = device_k_norm_.get();
+      args.q_norm_eps = 1e-5F;
+      args.k_norm_eps = 1e-6F;
+    }
+    args.inverse_frequencies = device_frequencies_.get();
+    args.style = shape_.style;
+    args.attention_factor = shape_.attention_factor;
+    args.heads = shape_.heads;
+    args.cache = view();
+  }
+  // Back to what the constructor made.
+  void reset() {
+    device_keys_.write(keys);
+    device_values_.write(values);
+  }
+  std::vector<std::byte> read_keys() const { return device_keys_.read(); }
+  std::vector<std::byte> read_values() const { return device_values_.read(); }
+
+  std::vector<float> frequencies, q_norm, k_norm;
+  std::vector<std::byte> keys, values;  // as made
+
+ private:
+  Shape shape_;
+  DeviceArray<std::byte> device_keys_, device_values_;
+  DeviceArray<float> device_frequencies_, device_q_norm_, device_k_norm_;
+};
+
+// The head of q or k that the raw one becomes, as op.h says.
+std::vector<double> finished(const Layer& layer, Kind kind, int row, int position, int head) {
+  const Shape& shape = layer.shape();
+  const int dim = shape.key_dim;
+  std::vector<double> x;
+  for (int i = 0; i < dim; ++i) x.push_back(noise(kind, row, position, head * dim + i));
+  if (shape.norms) {
+    double sum = 0;
+    for (double v : x) sum += v * v;
+    const double scale = 1 / std::sqrt(sum / dim + (kind == kQ ? 1e-5 : 1e-6));
+    const std::vector<float>& weight = kind == kQ ? layer.q_norm : layer.k_norm;
+    for (int i = 0; i < dim; ++i) x[std::size_t(i)] *= scale * weight[std::size_t(i)];
+  }
+  for (int i = 0; i < dim / 2; ++i) {
+    const float angle = static_cast<float>(position) * layer.frequencies[std::size_t(i)];
+    const double c = std::cos(static_cast<double>(angle)) * shape.attention_factor;
+    const double s = std::sin(static_cast<double>(angle)) * shape.attention_factor;
+    const bool halves = shape.style == RopeStyle::kHalf;
+    double& a = x[std::size_t(halves ? i : 2 * i)];
+    double& b = x[std::size_t(halves ? i + dim / 2 : 2 * i + 1)];
+    const double u = a;
+    a = u * c - b * s;
+    b = b * c + u * s;
+  }
+  return x;
+}
+
+int multiprocessors() {
+  int device = 0;
+  int sms = 0;
+  ok(cudaGetDevice(&device));
+  ok(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  return sms;
+}
+
+// Tables, raw heads and outputs of one step on the device.
+class Step {
+ public:
+  Step(const Layer& layer, const std::vector<Lane>& lanes, int bucket) {
+    const Shape& shape = layer.shape();
+    std::vector<std::int32_t> position, lane_of, first{0}, row_of;
+    std::vector<float> q, k, v;
+    for (const Lane& lane : lanes) {
+      for (int p : lane.positions) {
+        position.push_back(p);
+        lane_of.push_back(static_cast<int>(row_of.size()));
+        for (int i = 0; i < shape.heads * shape.key_dim; ++i)
+          q.push_back(noise(kQ, lane.row, p, i));
+        for (int i = 0; i < shape.kv_heads * shape.key_dim; ++i) {
+          k.push_back(noise(kK, lane.row, p, i));
+        }
+        for (int i = 0; i < shape.kv_heads * shape.value_dim; ++i) {
+          v.push_back(noise(kV, lane.row, p, i));
+        }
+      }
+      first.push_back(static_cast<int>(position.size()));
+      row_of.push_back(lane.row);
+    }
+    tokens_ = static_cast<int>(position.size());
+    StepCounts counts;
+    counts.tokens = tokens_;
+    counts.lanes = static_cast<int>(lanes.size());
+    // Padding that looks real but for the counts.
+    position.resize(static_cast<std::size_t>(bucket), 3);
+    lane_of.resize(static_cast<std::size_t>(bucket), 0);
+    const auto wide = static_cast<std::size_t>(bucket);
+    q.resize(wide * static_cast<std::size_t>(shape.heads * shape.key_dim), kNan);
+    k.resize(wide * static_cast<std::size_t>(shape.kv_heads * shape.key_dim), kNan);
+    v.resize(wide * static_cast<std::size_t>(shape.kv_heads * shape.value_dim), kNan);
+    position_ = DeviceArray<std::int32_t>(position);
+    lane_of_ = DeviceArray<std::int32_t>(lane_of);
+    first_ = DeviceArray<std::int32_t>(first);
+    row_of_ = DeviceArray<std::int32_t>(row_of);
+    counts_ = DeviceArray<StepCounts>({counts});
+    q_ = DeviceArray<float>(q);
+    k_ = DeviceArray<float>(k);
+    v_ = DeviceArray<float>(v);
+    q_out_ = DeviceArray<float>(std::vector<float>(q.size(), kNan));
+    out_ = DeviceArray<float>(
+        std::vector<float>(wide * static_cast<std::size_t>(shape.heads * shape.value_dim), kNan));
+    const std::size_t bytes = attention_scratch_bytes(bucket, shape.heads, shape.kv_heads,
+                                                      shape.value_dim, shape.capacity);
+    std::vector<std::byte> scratch(bytes, std::byte{0xff});
+    std::fill_n(scratch.begin(), kCounterBytes, std::byte{0});
+    scratch_ = DeviceArray<std::byte>(scratch);
+
+    StepState state;
+    state.rows = shape.slots;
+    state.counts = counts_.get();
+    state.position = position_.get();
+    state.lane_of = lane_of_.get();
+    state.first_token = first_.get();
+    state.row_of = row_of_.get();
+    layer.constants(heads_args);
+    heads_args.q = q_.get();
+    heads_args.k = k_.get();
+    heads_args.v = v_.get();
+    heads_args.q_out = q_out_.get();
+    heads_args.state = state;
+    heads_args.tokens = bucket;
+    args.q = q_out_.get();
+    args.out = out_.get();
+    args.heads = shape.heads;
+    args.scale = shape.scale();
+    args.cache = layer.view();
+    args.state = state;
+    args.tokens = bucket;
+    args.scratch = scratch_.get();
+  }
+
+  int tokens() const { return tokens_; }
+  std::vector<float> read_out() const { return out_.read(); }
+  std::vector<float> read_q() const { return q_out_.read(); }
+  bool counters_are_zero() const {
+    const std::vector<std::byte> scratch = scratch_.read();
+    return std::all_of(scratch.begin(), scratch.begin() + kCounterBytes,
+                       [](std::byte b) { return b == std::byte{0}; });
+  }
+
+  HeadsArgs heads_args;
+  AttentionArgs args;
+
+ private:
+  int tokens_ = 0;
+  DeviceArray<std::int32_t> position_, lane_of_, first_, row_of_;
+  DeviceArray<StepCounts> counts_;
+  DeviceArray<float> q_, k_, v_, q_out_, out_;
+  DeviceArray<std::byte> scratch_;
+};
+
+enum class Route { kSeparate, kFused, kChunk };
+struct Result {
+  std::vector<float> q, out;  // [bucket, heads * dim]
+  std::vector<std::byte> keys, values;
+};
+
+void launch(const Step& step, Route route, const Launch& on) {
+  if (route != Route::kFused) finish_heads(step.heads_args, on);
+  if (route == Route::kChunk) {
+    attend_chunk(step.args, on);
+  } else {
+    attend(step.args, route == Route::kFused ? &step.heads_args : nullptr, on);
+  }
+}
+
+Result run(Layer& layer, const std::vector<Lane>& lanes, int bucket, Route route) {
+  layer.reset();
+  const Step step(layer, lanes, bucket);
+  Launch on;
+  on.sms = multiprocessors();
+  launch(step, route, on);
+  ok(cudaGetLastError());
+  ok(cudaDeviceSynchronize());
+  EXPECT_TRUE(step.counters_are_zero());
+  return {step.read_q(), step.read_out(), layer.read_keys(), layer.read_values()};
+}
+
+bool same_bits(const float* a, const float* b, std::size_t count) {
+  return std::memcmp(a, b, count * sizeof(float)) == 0;
+}
+
+// Keys and values of the step's tokens are what they should be, and nothing else has changed.
+void check_cache(const Layer& layer, const std::vector<Lane>& lanes, const Result& result) {
+  const Shape& shape = layer.shape();
+  std::vector<std::byte> keys = layer.keys;
+  std::vector<std::byte> values = layer.values;
+  const double step = shape.dtype == DType::kF32 ? 4e-6 : shape.dtype == DType::kF16 ? 1e-3 : 8e-3;
+  for (const Lane& lane : lanes) {
+    for (int p : lane.positions) {
+      if (p < 0) continue;
+      for (int h = 0; h < shape.kv_heads; ++h) {
+        const std::vector<double> k = finished(layer, kK, lane.row, p, h);
+        for (int i = 0; i < shape.key_dim; ++i) {
+          const std::size_t index = layer.key_index(lane.row, p, h) + std::size_t(i);
+          const float got = load(shape.dtype, result.keys, index);
+          ASSERT_NEAR(got, k[std::size_t(i)], step * (1 + std::abs(k[std::size_t(i)])))
+              << shape.name() << " key of row " << lane.row << " position " << p << " head " << h
+              << " element " << i;
+          store(shape.dtype, keys, index, got);
+        }
+        for (int i = 0; i < shape.value_dim; ++i) {
+          const float v = noise(kV, lane.row, p, h * shape.value_dim + i);
+          store(shape.dtype, values, layer.value_index(lane.row, p, h) + std::size_t(i), v);
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(keys == result.keys) << shape.name() << ": other keys have changed";
+  EXPECT_TRUE(values == result.values) << shape.name() << ": values differ";
+}
+
+// Outputs against double precision on the finished q and the caches that the step left.
+void check_out(const Layer& layer, const std::vector<Lane>& lanes, const Result& result,
+               bool round_q, double tolerance) {
+  const Shape& shape = layer.shape();
+  const int group = shape.heads / shape.kv_heads;
+  std::size_t token = 0;
+  for (const Lane& lane : lanes) {
+    for (int position : lane.positions) {
+      for (int h = 0; h < shape.heads; ++h) {
+        const std::size_t index = token * std::size_t(shape.heads) + std::size_t(h);
+        const float* out = result.out.data() + index * std::size_t(shape.value_dim);
+        const float* q = result.q.data() + index * std::size_t(shape.key_dim);
+        std::vector<double> scores;
+        for (int p = 0; p <= position; ++p) {
+          const std::size_t key = layer.key_index(lane.row, p, h / group);
+          double sum = 0;
+          for (int i = 0; i < shape.key_dim; ++i) {
+            const float x = round_q ? rounded(shape.dtype, q[i]) : q[i];
+            sum += double{x} * load(shape.dtype, result.keys, key + std::size_t(i));
+          }
+          scores.push_back(sum * shape.scale());
+        }
+        const double most = scores.empty() ? 0 : *std::max_element(scores.begin(), scores.end());
+        double total = 0;
+        for (double& s : scores) total += s = std::exp(s - most);
+        std::vector<double> expected(std::size_t(shape.value_dim), 0.0);
+        for (int p = 0; p <= position; ++p) {
+          const std::size_t value = layer.value_index(lane.row, p, h / group);
+          for (int i = 0; i < shape.value_dim; ++i) {
+            expected[std::size_t(i)] += scores[std::size_t(p)] / total *
+                                        load(shape.dtype, result.values, value + std::size_t(i));
+          }
+        }
+        for (int i = 0; i < shape.value_dim; ++i) {
+          ASSERT_NEAR(out[i], expected[std::size_t(i)], position < 0 ? 0 : tolerance)
+              << shape.name() << " row " << lane.row << " position " << position << " head " << h
+              << " element " << i;
+        }
+      }
+      ++token;
+    }
+  }
+  const std::size_t width = std::size_t(shape.heads) * std::size_t(shape.value_dim);
+  for (std::size_t i = token * width; i < result.out.size(); ++i) {
+    ASSERT_TRUE(std::isnan(result.out[i])) << shape.name() << ": padding was written";
+  }
+}
+
+double tolerance(DType dtype) { return dtype == DType::kF32 ? 2e-5 : 1e-4; }
+
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const auto& [heads, kv_heads] :
+         {std::pair{2, 2}, {4, 2}, {9, 3}, {8, 2}, {8, 1}, {12, 1}}) {
+      for (const auto& [key, value] :
+           {std::pair{64, 64}, {128, 128}, {80, 80}, {32, 32}, {96, 64}, {192, 128}, {256, 256}}) {
+        // Every group with the common widths, the other widths with two groups.
+        if (key != 64 && key != 128 && heads != 9 && heads != 8) continue;
+        Shape shape;
+        shape.dtype = dtype;
+        shape.heads = heads;
+        shape.kv_heads = kv_heads;
+        shape.key_dim = key;
+        shape.value_dim = value;
+        shape.style = heads == 9 ? RopeStyle::kInterleaved : RopeStyle::kHalf;
+        shape.norms = heads == 8;
+        shape.attention_factor = heads == 4 ? 1.25F : 1.0F;
+        all.push_back(shape);
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<std::pair<int, int>> lengths_before(const std::vector<Lane>& lanes) {
+  std::vector<std::pair<int, int>> lengths;
+  for (const Lane& lane : lanes) {
+    int first = std::numeric_limits<int>::max();
+    for (int p : lane.positions) {
+      if (p >= 0) first = std::min(first, p);
+    }
+    if (first != std::numeric_limits<int>::max()) lengths.emplace_back(lane.row, first);
+  }
+  return lengths;
+}
+
+TEST(FinishHeads, MatchesDoublePrecision) {
+  for (const Shape& shape : shapes()) {
+    std::vector<Lane> lanes = {run_of(2, 61, 7), {3, {-1}}, run_of(0, 0, 2), {1, {255, -1}}};
+    Layer layer(shape, {});
+    const Result result = run(layer, lanes, 16, Route::kSeparate);
+    check_cache(layer, lanes, result);
+    std::size_t token = 0;
+    const std::size_t width = std::size_t(shape.heads) * std::size_t(shape.key_dim);
+    for (const Lane& lane : lanes) {
+      for (int p : lane.positions) {
+        for (int h = 0; h < shape.heads; ++h) {
+          const std::vector<double> q = finished(layer, kQ, lane.row, p, h);
+          for (int i = 0; i < shape.key_dim; ++i) {
+            const double expected = p < 0 ? 0 : q[std::size_t(i)];
+            ASSERT_NEAR(result.q[token * width + std::size_t(h * shape.key_dim + i)], expected,
+                        4e-6 * (1 + std::abs(expected)))
+                << shape.name() << " position " << p << " head " << h << " element " << i;
+          }
+        }
+        ++token;
+      }
+    }
+    for (std::size_t i = token * width; i < result.q.size(); ++i) {
+      ASSERT_TRUE(std::isnan(result.q[i])) << "padding was written";
+    }
+  }
+}
+
+TEST(FinishHeads, LongContextsAndInPlace) {
+  Shape shape;
+  shape.dtype = DType::kF32;
+  shape.heads = 2;
+  shape.kv_heads = 1;
+  shape.key_dim = shape.value_dim = 32;
+  shape.capacity = 131072;
+  shape.slots = 1;
+  const std::vector<Lane> lanes = {{0, {99999, 105616, 131071}}};
+  Layer layer(shape, {});
+  Step step(layer, lanes, 3);
+  step.heads_args.q_out = const_cast<float*>(step.heads_args.q);
+  Launch on;
+  on.sms = multiprocessors();
+  finish_heads(step.heads_args, on);
+  ok(cudaDeviceSynchronize());
+  std::vector<float> q(3 * 64);
+  ok(cudaMemcpy(q.data(), step.heads_args.q, q.size() * 4, cudaMemcpyDeviceToHost));
+  check_cache(layer, lanes, {{}, {}, layer.read_keys(), layer.read_values()});
+  for (int t = 0; t < 3; ++t) {
+    for (int h = 0; h < 2; ++h) {
+      const int position = lanes[0].positions[std::size_t(t)];
+      const std::vector<double> expected = finished(layer, kQ, 0, position, h);
+      for (int i = 0; i < 32; ++i) {
+        ASSERT_NEAR(q[std::size_t((t * 2 + h) * 32 + i)], expected[std::size_t(i)], 4e-6);
+      }
+    }
+  }
+}
+
+// Both routes at once: bits of the fused one are those of the separate one, and those are right.
+void check_decode(const Shape& shape, const std::vector<Lane>& lanes, int bucket) {
+  Layer layer(shape, lengths_before(lanes));
+  const Result separate = run(layer, lanes, bucket, Route::kSeparate);
+  check_out(layer, lanes, separate, false, tolerance(shape.dtype));
+  const Result fused = run(layer, lanes, bucket, Route::kFused);
+  check_cache(layer, lanes, fused);
+  EXPECT_TRUE(same_bits(separate.out.data(), fused.out.data(), fused.out.size())) << shape.name();
+  EXPECT_TRUE(separate.keys == fused.keys) << shape.name();
+  EXPECT_TRUE(separate.values == fused.values) << shape.name();
+}
+
+TEST(Attend, EveryShapeMatchesDoublePrecision) {
+  for (const Shape& shape : shapes()) {
+    check_decode(shape, {run_of(2, 60, 9), {3, {-1}}, run_of(0, 0, 2), {1, {255, -1}}}, 16);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Attend, LengthsAtEdges) {
+  const int edges[] = {0,   1,   15,  16,  17,   62,   63,   64,   65,   126,
+                       127, 128, 255, 256, 2047, 2048, 2049, 4095, 4096, 8191};
+  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (int kv_heads : {2, 8}) {  // up to 64 and up to 32 splits
+      Shape shape;
+      shape.dtype = dtype;
+      shape.heads = kv_heads;
+      shape.kv_heads = kv_heads;
+      shape.key_dim = shape.value_dim = kv_heads == 2 ? 64 : 32;
+      shape.capacity = 8192;
+      shape.slots = 20;
+      std::vector<Lane> lanes;
+      for (int i = 0; i < 20; ++i) lanes.push_back({19 - i, {edges[i]}});
+      check_decode(shape, lanes, 32);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// A token's bits do not depend on what else the step holds, on its lane, or on the bucket.
+TEST(Attend, StepsOfAnySizeGiveTheSameBits) {
+  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (int dim : {64, 128, 80, 256}) {
+      for (int start : {0, 40, 2020}) {  // from 2048 positions on, splits are larger
+        Shape shape;
+        shape.dtype = dtype;
+        shape.heads = 8;
+        shape.kv_heads = 2;
+        shape.key_dim = shape.value_dim = dim;
+        shape.capacity = 4096;
+        shape.slots = 3;
+        shape.norms = true;
+        if (dim == 256) shape.capacity = 2112;
+        const int count = 64;
+        const std::size_t width = std::size_t(shape.heads * dim);
+        Layer layer(shape, {{1, start}, {0, 300}});
+        const Result whole = run(layer, {run_of(1, start, count)}, 64, Route::kFused);
+        for (int size : {1, 3, 8}) {
+          Layer stepwise(shape, {{1, start}, {0, 300}});
+          for (int done = 0; done < count; done += size) {
+            const int now = std::min(size, count - done);
+            // Alone, or behind another lane.
+            const bool alone = done / size % 2 == 0;
+            std::vector<Lane> lanes;
+            if (!alone) lanes.push_back(run_of(0, 300, 2));
+            lanes.push_back(run_of(1, start + done, now));
+            const int bucket = now + (alone ? 0 : 5);
+            const Step step(stepwise, lanes, bucket);
+            Launch on;
+            on.sms = multiprocessors();
+            launch(step, Route::kFused, on);
+            ok(cudaDeviceSynchronize());
+            ASSERT_TRUE(step.counters_are_zero());
+            const std::vector<float> out = step.read_out();
+            const std::size_t skip = alone ? 0 : 2 * width;
+            ASSERT_TRUE(same_bits(out.data() + skip, whole.out.data() + std::size_t(done) * width,
+                                  std::size_t(now) * width))
+                << shape.name() << " from " << start + done << " in steps of " << size;
+          }
+          const std::vector<std::byte> keys = stepwise.read_keys();
+          const std::size_t at = stepwise.key_index(1, 0, 0) * shape.element();
+          const std::size_t bytes = shape.slot_elements(dim) * shape.element();
+          ASSERT_EQ(std::memcmp(keys.data() + at, whole.keys.data() + at, bytes), 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(Attend, SlotsDoNotMatter) {
+  Shape shape;
+  shape.heads = 6;
+  shape.kv_heads = 2;
+  const std::size_t width = std::size_t(shape.heads * shape.value_dim);
+  Layer layer(shape, {{0, 200}, {1, 200}, {2, 77}, {3, 130}});
+  const Result alone = run(layer, {{3, {130}}}, 1, Route::kFused);
+  const Result last =
+      run(layer, {run_of(2, 77, 5), {1, {-1}}, {0, {200}}, {3, {130}}}, 64, Route::kFused);
+  EXPECT_TRUE(same_bits(alone.out.data(), last.out.data() + 7 * width, width));
+}
+
+// Launches behind each other with programmatic dependent edges, captured, give what single ones do.
+TEST(Attend, DependentLaunchesAgree) {
+  Shape shape;
+  shape.heads = 8;
+  shape.kv_heads = 2;
+  shape.capacity = 1024;
+  const std::vector<Lane> lanes = {run_of(0, 700, 4), {3, {1000}}, {1, {-1}}, {2, {0}}};
+  Layer layer(shape, lengths_before(lanes));
+  const Result expected = run(layer, lanes, 8, Route::kFused);
+  layer.reset();
+  const Step step(layer, lanes, 8);
+  cudaStream_t stream = nullptr;
+  ok(cudaStreamCreate(&stream));
+  Launch on;
+  on.stream = stream;
+  on.sms = multiprocessors();
+  on.dependent = true;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < 20; ++i) {
+    launch(step, i % 3 == 0 ? Route::kSeparate : i % 3 == 1 ? Route::kFused : Route::kChunk, on);
+    if (i % 3 == 2) launch(step, Route::kFused, on);
+  }
+  ok(cudaStreamEndCapture(stream, &graph));
+  ok(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < 20; ++i) ok(cudaGraphLaunch(executable, stream));
+  ok(cudaStreamSynchronize(stream));
+  EXPECT_TRUE(step.counters_are_zero());
+  const std::vector<float> out = step.read_out();
+  const std::size_t live = std::size_t(step.tokens() * shape.heads * shape.value_dim);
+  EXPECT_TRUE(same_bits(out.data(), expected.out.data(), live));
+  EXPECT_TRUE(layer.read_keys() == expected.keys);
+  ok(cudaGraphExecDestroy(executable));
+  ok(cudaGraphDestroy(graph));
+  ok(cudaStreamDestroy(stream));
+}
+
+TEST(AttendChunk, RaggedLanesMatchDoublePrecision) {
+  for (const Shape& base : shapes()) {
+    if (base.heads == 12) continue;
+    Shape shape = base;
+    shape.slots = 6;
+    std::vector<Lane> lanes = {
+        run_of(5, 0, 129), run_of(3, 70, 64), {2, {-1, -1}}, {1, {200}}, run_of(0, 63, 131)};
+    lanes.back().positions.push_back(-1);
+    Layer layer(shape, lengths_before(lanes));
+    const Result result = run(layer, lanes, 400, Route::kChunk);
+    check_cache(layer, lanes, result);
+    const bool f32 = shape.dtype == DType::kF32;
+    check_out(layer, lanes, result, !f32, f32 ? 2e-5 : shape.dtype == DType::kF16 ? 1e-3 : 6e-3);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// One long lane: queries whose first positions lie many blocks before them.
+TEST(AttendChunk, LongLane) {
+  Shape shape;
+  shape.heads = 2;
+  shape.kv_heads = 1;
+  shape.capacity = 2048;
+  shape.slots = 1;
+  for (int dim : {64, 128}) {
+    shape.key_dim = shape.value_dim = dim;
+    const std::vector<Lane> lanes = {run_of(0, 1500, 513)};
+    Layer layer(shape, lengths_before(lanes));
+    check_out(layer, lanes, run(layer, lanes, 513, Route::kChunk), true, 6e-3);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// --- Times, printed. ---
+
+// Microseconds of each of `count` launches, replayed as one graph.
+double microseconds(int count, const std::function<void(const Launch&, int)>& each) {
+  cudaStream_t stream = nullptr;
+  ok(cudaStreamCreate(&stream));
+  Launch on;
+  on.stream = stream;
+  on.sms = multiprocessors();
+  on.dependent = true;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < count; ++i) each(on, i);
+  ok(cudaStreamEndCapture(stream, &graph));
+  ok(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  ok(cudaEventCreate(&begin));
+  ok(cudaEventCreate(&end));
+  double best = 1e30;
+  for (int i = 0; i < 6; ++i) {
+    ok(cudaEventRecord(begin, stream));
+    ok(cudaGraphLaunch(executable, stream));
+    ok(cudaEventRecord(end, stream));
+    ok(cudaStreamSynchronize(stream));
+    float milliseconds = 0;
+    ok(cudaEventElapsedTime(&milliseconds, begin, end));
+    best = std::min(best, milliseconds * 1000.0 / count);
+  }
+  ok(cudaEventDestroy(begin));
+  ok(cudaEventDestroy(end));
+  ok(cudaGraphExecDestroy(executable));
+  ok(cudaGraphDestroy(graph));
+  ok(cudaStreamDestroy(stream));
+  return best;
+}
+
+TEST(AttentionTiming, OneToken) {
+  Shape shape;
+  shape.heads = 32;
+  shape.kv_heads = 8;
+  shape.capacity = 16384;
+  shape.slots = 4;  // in turn, so that the second-level cache does not hold all
+  for (int context : {512, 4096, 16384}) {
+    std::vector<std::pair<int, int>> lengths;
+    for (int row = 0; row < 4; ++row) lengths.emplace_back(row, 64);
+    Layer layer(shape, lengths);
+    // What lies beyond is NaN, which takes as long as any number.
+    std::vector<Step> steps;
+    for (int row = 0; row < 4; ++row) {
+      steps.emplace_back(layer, std::vector<Lane>{{row, {context - 1}}}, 1);
+    }
+    const double fused = microseconds(100, [&](const Launch& on, int i) {
+      launch(steps[std::size_t(i % 4)], Route::kFused, on);
+    });
+    const double plain = microseconds(
+        100, [&](const Launch& on, int i) { attend(steps[std::size_t(i % 4)].args, nullptr, on); });
+    std::printf("[ TIME     ] attend, context %5d: %.2f us fused, %.2f us after finish_heads\n",
+                context, fused, plain);
+  }
+}
+
+TEST(AttentionTiming, Chunk) {
+  for (int dim : {64, 128}) {
+    Shape shape;
+    shape.heads = 32;
+    shape.kv_heads = 8;
+    shape.key_dim = shape.value_dim = dim;
+    shape.capacity = 4096;
+    shape.slots = 1;
+    Layer layer(shape, {});
+    const Step step(layer, {run_of(0, 0, 4096)}, 4096);
+    const double heads =
+        microseconds(4, [&](const Launch& on, int) { finish_heads(step.heads_args, on); });
+    const double chunk =
+        microseconds(4, [&](const Launch& on, int) { attend_chunk(step.args, on); });
+    const double operations = 4.0 * dim * shape.heads * (4096.0 * 4097.0 / 2);
+    std::printf(
+        "[ TIME     ] 4096 tokens, heads of %3d: finish_heads %.0f us, attend_chunk %.0f us, "
+        "%.0f TFLOP/s\n",
+        dim, heads, chunk, operations / chunk / 1e6);
+  }
+}
+
 }  // namespace
 }  // namespace pianola::cuda

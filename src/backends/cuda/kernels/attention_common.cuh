@@ -1,0 +1,242 @@
+// What the attention kernels share: cache elements and addresses, products on tensor cores of
+// either 16-bit type, and the end of a head of q or k (norm and rope), which finish_heads() and
+// attend() must do with the same bits.
+#pragma once
+
+#include <type_traits>
+
+#include "backends/cuda/kernels/attention.h"
+#include "backends/cuda/kernels/device.cuh"
+
+namespace pianola::cuda {
+
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr float kLog2e = 1.4426950408889634F;
+
+// Scratch begins with counters whose place depends on no shape, so that Programs of any bucket can
+// share one scratch: one counter for each (token, part of a kv head), then two for attend_chunk().
+inline constexpr int kMaxUnits = 256;  // kv heads times parts of their groups
+inline constexpr std::size_t kUnitCounterBytes = std::size_t{64} * kMaxUnits * sizeof(int);
+inline constexpr std::size_t kCounterBytes = kUnitCounterBytes + 256;
+
+// attend() for the tokens first..first + 63 of the bucket.
+void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
+                 const Launch& launch);
+// Throws Unsupported unless both widths are multiples of 8 and at most kMaxHeadDim.
+void check_attention_shape(const LayerCacheView& cache, int heads);
+
+// --- Elements of caches. ---
+
+template <typename T>
+__device__ __forceinline__ T to_cache(float v);
+template <>
+__device__ __forceinline__ float to_cache<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ __half to_cache<__half>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 to_cache<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+
+// Two neighbours as they lie in a cache.
+template <typename T>
+struct PairOf {
+  using Type = std::uint32_t;
+};
+template <>
+struct PairOf<float> {
+  using Type = float2;
+};
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(typename PairOf<T>::Type pair);
+template <>
+__device__ __forceinline__ float2 unpack<float>(float2 pair) {
+  return pair;
+}
+template <>
+__device__ __forceinline__ float2 unpack<__half>(std::uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(std::uint32_t pair) {
+  return make_float2(bf16_low(pair), bf16_high(pair));
+}
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ std::uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ std::uint32_t pack<__nv_bfloat16>(float low, float high) {
+  return pack_bf16(low, high);
+}
+
+// x = high + low, each of the 16-bit type.
+template <typename T>
+__device__ __forceinline__ SplitPair split(float a, float b) {
+  const std::uint32_t high = pack<T>(a, b);
+  const float2 rounded = unpack<T>(high);
+  return {high, pack<T>(a - rounded.x, b - rounded.y)};
+}
+
+// d += a b with a [16, 16], b [16, 8].
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                    std::uint32_t b1) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    mma_bf16(d, a, b0, b1);
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Subnormal results become 0; -inf gives 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- Addresses. ---
+
+// Element of (position, kv_head, 0) inside a slot, as cache_index() of layer_cache.h.
+__device__ __forceinline__ std::size_t cache_offset(int position, int kv_head, int kv_heads,
+                                                    int dim) {
+  const int block = position / kCacheBlock * kv_heads + kv_head;
+  return (static_cast<std::size_t>(block) * kCacheBlock + position % kCacheBlock) * dim;
+}
+template <typename T>
+__device__ __forceinline__ T* key_slot(const LayerCacheView& cache, int row) {
+  return reinterpret_cast<T*>(cache.keys + static_cast<std::size_t>(row) * cache.key_slot_bytes);
+}
+template <typename T>
+__device__ __forceinline__ T* value_slot(const LayerCacheView& cache, int row) {
+  return reinterpret_cast<T*>(cache.values +
+                              static_cast<std::size_t>(row) * cache.value_slot_bytes);
+}
+
+// 16 bytes past the first-level cache (see load_activation), or zeros.
+__device__ __forceinline__ uint4 load_cache_if(const void* p, bool wanted) {
+  uint4 v;
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n"
+      " mov.b32 %2, 0;\n mov.b32 %3, 0;\n @wanted ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<int>(wanted))
+      : "memory");
+  return v;
+}
+
+// --- The end of a head: one warp, N pairs a lane, dim <= 64 N. Every operation is spelled out so
+// that no compilation contracts it differently: the bits do not depend on the kernel or on N. ---
+
+struct Turn {
+  float cos;
+  float sin;
+};
+// cos and sin of the f32 product position * frequency, times `factor`: reduced to an eighth of a
+// turn and summed in f64, so that long contexts lose nothing.
+__device__ __forceinline__ Turn turn(int position, float frequency, float factor) {
+  const double angle = __fmul_rn(static_cast<float>(position), frequency);
+  const double quarters = rint(__dmul_rn(angle, 0.63661977236758134308));
+  double r = __fma_rn(-quarters, 1.5707963267948966, angle);  // pi / 2 in two parts
+  r = __fma_rn(-quarters, 6.123233995736766e-17, r);
+  const double z = __dmul_rn(r, r);
+  double s = -1.0 / 39916800;
+  s = __fma_rn(s, z, 1.0 / 362880);
+  s = __fma_rn(s, z, -1.0 / 5040);
+  s = __fma_rn(s, z, 1.0 / 120);
+  s = __fma_rn(s, z, -1.0 / 6);
+  s = __fma_rn(__dmul_rn(s, z), r, r);
+  double c = 1.0 / 479001600;
+  c = __fma_rn(c, z, -1.0 / 3628800);
+  c = __fma_rn(c, z, 1.0 / 40320);
+  c = __fma_rn(c, z, -1.0 / 720);
+  c = __fma_rn(c, z, 1.0 / 24);
+  c = __fma_rn(c, z, -0.5);
+  c = __fma_rn(c, z, 1.0);
+  const int quarter = static_cast<int>(quarters);
+  double cosine = (quarter & 1) != 0 ? s : c;
+  double sine = (quarter & 1) != 0 ? c : s;
+  if (((quarter + 1) & 2) != 0) cosine = -cosine;
+  if ((quarter & 2) != 0) sine = -sine;
+  return {static_cast<float>(__dmul_rn(cosine, factor)),
+          static_cast<float>(__dmul_rn(sine, factor))};
+}
+
+// The pairs lane + 32 n of a head that rope turns.
+template <int N>
+struct HeadPairs {
+  float a[N];
+  float b[N];
+};
+__device__ __forceinline__ int pair_first(RopeStyle style, int pair) {
+  return style == RopeStyle::kHalf ? pair : 2 * pair;
+}
+__device__ __forceinline__ int pair_second(RopeStyle style, int pair, int half) {
+  return style == RopeStyle::kHalf ? pair + half : 2 * pair + 1;
+}
+
+template <int N>
+__device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, RopeStyle style) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  HeadPairs<N> x;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int pair = lane + 32 * n;
+    const bool inside = pair < dim / 2;
+    x.a[n] = inside ? load_activation(raw + pair_first(style, pair)) : 0.0F;
+    x.b[n] = inside ? load_activation(raw + pair_second(style, pair, dim / 2)) : 0.0F;
+  }
+  return x;
+}
+
+// store(i, value) receives each element of the finished head.
+template <int N, typename Store>
+__device__ __forceinline__ void finish_head(HeadPairs<N> x, int dim, int position,
+                                            const HeadsArgs& args, const float* norm, float eps,
+                                            Store&& store) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  float scale = 1;
+  if (norm) {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      sum = __fmaf_rn(x.a[n], x.a[n], sum);
+      sum = __fmaf_rn(x.b[n], x.b[n], sum);
+    }
+    sum = warp_sum(sum);
+    const float mean = __fdiv_rn(sum, static_cast<float>(dim));
+    scale = __fdiv_rn(1.0F, __fsqrt_rn(__fadd_rn(mean, eps)));
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int pair = lane + 32 * n;
+    if (pair >= dim / 2) continue;
+    const int first = pair_first(args.style, pair);
+    const int second = pair_second(args.style, pair, dim / 2);
+    float a = x.a[n];
+    float b = x.b[n];
+    if (norm) {
+      a = __fmul_rn(__fmul_rn(a, scale), norm[first]);
+      b = __fmul_rn(__fmul_rn(b, scale), norm[second]);
+    }
+    const Turn t = turn(position, args.inverse_frequencies[pair], args.attention_factor);
+    store(first, __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)));
+    store(second, __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)));
+  }
+}
+
+}  // namespace pianola::cuda
