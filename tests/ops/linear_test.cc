@@ -233,6 +233,32 @@ TEST(PackedWeights, RowRangesPackAlike) {
   }
 }
 
+TEST(PackedWeights, RowsUnpackToTheFilesValues) {
+  for (const DType dtype : kTypes) {
+    const bool has_min = dtype == DType::kQ4_1 || dtype == DType::kQ5_1 || dtype == DType::kQ4_K ||
+                         dtype == DType::kQ5_K;
+    ASSERT_EQ(unpack_supported(dtype), !has_min) << dtype_name(dtype);
+    if (has_min) continue;
+    // Whole chunks and a last one that is not, whole panels and a last one that is not.
+    const int most = dtype == DType::kQ6_K ? 512 : 32 * 11;
+    for (const Scales scales : {Scales::kOrdinary, Scales::kHostile}) {
+      for (const int cols : {most, is_quantized(dtype) ? most : 37}) {
+        TestWeight w = make_weight(dtype, 37, cols, scales, 3);
+        const auto width = static_cast<std::size_t>(cols);
+        for (int row = 0; row < 37; ++row) {
+          std::vector<float> out(width + 1, NAN);
+          unpack_row(dtype, w.packed.data(), cols, row, out.data());
+          EXPECT_EQ(std::memcmp(out.data(), w.values.data() + static_cast<std::size_t>(row) * width,
+                                width * sizeof(float)),
+                    0)
+              << dtype_name(dtype) << " row " << row << " of " << cols << " columns";
+          EXPECT_TRUE(std::isnan(out.back()));
+        }
+      }
+    }
+  }
+}
+
 TEST(PackedWeights, SaysWhatItTakes) {
   EXPECT_TRUE(linear_supported(DType::kQ4_1, 1, 32));
   EXPECT_TRUE(linear_supported(DType::kF32, 3, 5));

@@ -48,6 +48,14 @@ std::size_t packed_bytes(DType dtype, std::int64_t rows, std::int64_t cols);
 void pack_rows(DType dtype, const void* source, std::int64_t rows, std::int64_t cols, void* packed,
                std::int64_t row_begin, std::int64_t row_end);
 
+// Whether unpack_row() takes a type: floats and block types without a minimum, whose values are one
+// product.
+bool unpack_supported(DType dtype);
+
+// Row `row` of a packed matrix of `cols` columns as floats, bit for bit what dequantize_row() makes
+// of the file's row: a tied embedding is looked up in the head, and needs no second copy.
+void unpack_row(DType dtype, const void* packed, std::int64_t cols, std::int64_t row, float* out);
+
 // What a weight type wants to multiply with.
 enum class ActivationKind : std::uint8_t {
   kInt8,  // 8 bits and an f32 scale per 32 values: all block types

@@ -5,6 +5,8 @@
 #include "backends/cpu/kernels/linear.h"
 #include "backends/cpu/kernels/packed_layout.h"
 #include "base/check.h"
+#include "tensor/half.h"
+#include "tensor/quant_format.h"
 
 namespace pianola::cpu {
 namespace {
@@ -182,6 +184,67 @@ void pack_float_panel(const Byte* source, std::size_t size, int rows, int cols, 
   }
 }
 
+// Value k of row `row` in a block's quants, unsigned: what store_block() put there.
+int load_value(const PackedFormat& format, const Byte* quants, int row, int k) {
+  const int w = k / 4;
+  const int at = 4 * row + k % 4;
+  if (format.bits == 8) return quants[64 * w + at];
+  int high = 0;
+  if (format.bits == 5) {
+    high = (quants[at] >> w) & 1;
+    quants += 64;
+  } else if (format.bits == 6) {
+    high = (quants[64 * (w / 4) + at] >> (2 * (w % 4))) & 3;
+    quants += 128;
+  }
+  return ((quants[64 * (w % 4) + at] >> (4 * (w / 4))) & 15) | high << 4;
+}
+
+float load_half(const Byte* base, int row) {
+  std::uint16_t bits;
+  std::memcpy(&bits, base + 2 * row, 2);
+  return f16_to_f32(bits);
+}
+
+void unpack_block_row(DType dtype, const Byte* panel, int row, int cols, float* out) {
+  const PackedFormat format = packed_format(dtype);
+  const int zero = 1 << format.bias_shift;
+  for (int blocks = cols / kBlock; blocks > 0; blocks -= kChunkBlocks) {
+    const int n = std::min(kChunkBlocks, blocks);
+    const Byte* quants = panel + chunk_header_bytes(format, n);
+    for (int j = 0; j < n; ++j, quants += format.quants, out += kBlock) {
+      const Byte* part = panel + format.header + j * format.header_per_block;
+      float scale[2];
+      if (format.halves) {
+        const float d = load_half(panel, row);
+        for (int half = 0; half < 2; ++half)
+          scale[half] = d * static_cast<float>(static_cast<std::int8_t>(part[16 * half + row]));
+      } else {
+        scale[0] = scale[1] = load_half(part, row);
+      }
+      for (int k = 0; k < kBlock; ++k)
+        out[k] = scale[k / 16] * static_cast<float>(load_value(format, quants, row, k) - zero);
+    }
+    panel = quants;
+  }
+}
+
+void unpack_float_row(DType dtype, const Byte* panel, int row, int cols, float* out) {
+  const std::size_t size = dtype_info(dtype).bytes;
+  const bool pairs = dtype == DType::kBF16;
+  Byte values[kBlock * sizeof(float)];
+  for (int begin = 0; begin < cols; begin += kBlock) {
+    const int n = std::min(kBlock, cols - begin);
+    for (int i = 0; i < n; ++i) {
+      const int k = begin + i;
+      const int at = pairs ? (k / 2 * kPanelRows + row) * 2 + k % 2 : k * kPanelRows + row;
+      std::memcpy(values + static_cast<std::size_t>(i) * size,
+                  panel + static_cast<std::size_t>(at) * size, size);
+    }
+    dequantize_row(dtype, values, out + begin, static_cast<std::size_t>(n));
+  }
+}
+
 std::size_t one_panel_bytes(DType dtype, std::int64_t cols) {
   if (is_quantized(dtype))
     return panel_bytes(packed_format(dtype), static_cast<int>(cols) / kBlock);
@@ -223,6 +286,23 @@ void pack_rows(DType dtype, const void* source, std::int64_t rows, std::int64_t 
     } else {
       pack_block_panel(dtype, in, n, width, panel);
     }
+  }
+}
+
+bool unpack_supported(DType dtype) {
+  return linear_supported(dtype, 1, dtype_info(dtype).elements) &&
+         (!is_quantized(dtype) || !packed_format(dtype).has_min);
+}
+
+void unpack_row(DType dtype, const void* packed, std::int64_t cols, std::int64_t row, float* out) {
+  PIANOLA_CHECK(unpack_supported(dtype), "cannot unpack {}", dtype_name(dtype));
+  const Byte* panel = static_cast<const Byte*>(packed) +
+                      static_cast<std::size_t>(row / kPanelRows) * one_panel_bytes(dtype, cols);
+  const int in_panel = static_cast<int>(row % kPanelRows);
+  if (is_quantized(dtype)) {
+    unpack_block_row(dtype, panel, in_panel, static_cast<int>(cols), out);
+  } else {
+    unpack_float_row(dtype, panel, in_panel, static_cast<int>(cols), out);
   }
 }
 
