@@ -646,6 +646,19 @@ TEST(Attend, StepsOfAnySizeGiveTheSameBits) {
   }
 }
 
+// More tokens than one launch takes, in the order of the decode class.
+TEST(Attend, ChunksInDecodeOrder) {
+  Shape shape;
+  const std::vector<Lane> lanes = {run_of(2, 90, 150), {1, {-1}}, run_of(0, 0, 60)};
+  Layer layer(shape, lengths_before(lanes));
+  const Result many = run(layer, lanes, 300, Route::kSeparate);
+  check_out(layer, lanes, many, false, tolerance(shape.dtype));
+  Layer before(shape, {{2, 90}});
+  const std::size_t width = std::size_t(shape.heads * shape.value_dim);
+  const Result few = run(before, {run_of(2, 90, 64)}, 64, Route::kFused);
+  EXPECT_TRUE(same_bits(few.out.data(), many.out.data(), 64 * width));
+}
+
 TEST(Attend, SlotsDoNotMatter) {
   Shape shape;
   shape.heads = 6;

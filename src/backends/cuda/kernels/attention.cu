@@ -535,6 +535,38 @@ int splits_of(int heads, int kv_heads, int capacity) {
   return std::min(most, (capacity + kCacheBlock - 1) / kCacheBlock);
 }
 
+// The tokens first..first + 63 of the bucket.
+void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
+                 const Launch& launch) {
+  const LayerCacheView& cache = args.cache;
+  DecodeParams p;
+  p.attention = args;
+  if (heads) p.heads = *heads;
+  p.fused = heads != nullptr;
+  p.early = launch.dependent;
+  p.first = first;
+  p.tokens = std::min(args.tokens - first, kDecodeTokens);
+  p.group = args.heads / cache.kv_heads;
+  p.parts = parts_of(args.heads, cache.kv_heads);
+  p.log_splits = log_most_splits(cache.kv_heads * p.parts);
+  p.split_stride = splits_of(args.heads, cache.kv_heads, cache.capacity);
+
+  const DecodeKernel kernel =
+      cache.dtype == DType::kF32   ? general_kernel<float>(std::max(cache.key_dim, cache.value_dim))
+      : cache.dtype == DType::kF16 ? decode_kernel<__half>(cache.key_dim, cache.value_dim)
+                                   : decode_kernel<__nv_bfloat16>(cache.key_dim, cache.value_dim);
+  const std::size_t bytes = item_memory_bytes(p, cache.dtype == DType::kF32 ? 4 : 2);
+  if (bytes > 48 * 1024) {
+    check(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        "attend");
+  }
+  const int items = p.tokens * cache.kv_heads * p.parts * p.split_stride;
+  const auto blocks = static_cast<unsigned>(std::min(items, 2 * launch.sms));
+  launch_kernel(launch, "attend", kernel, dim3(blocks), dim3(kItemThreads), bytes, p);
+}
+
 }  // namespace
 
 void check_attention_shape(const LayerCacheView& cache, int heads) {
@@ -570,44 +602,15 @@ void finish_heads(const HeadsArgs& args, const Launch& launch) {
   launch_kernel(launch, "finish_heads", kernel, dim3(blocks), dim3(kFinishWarps * 32), 0, args);
 }
 
-void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
-                 const Launch& launch) {
-  check_attention_shape(args.cache, args.heads);
-  const LayerCacheView& cache = args.cache;
-  DecodeParams p;
-  p.attention = args;
-  if (heads) p.heads = *heads;
-  p.fused = heads != nullptr;
-  p.early = launch.dependent;
-  p.first = first;
-  p.tokens = std::min(args.tokens - first, kDecodeTokens);
-  p.group = args.heads / cache.kv_heads;
-  p.parts = parts_of(args.heads, cache.kv_heads);
-  p.log_splits = log_most_splits(cache.kv_heads * p.parts);
-  p.split_stride = splits_of(args.heads, cache.kv_heads, cache.capacity);
-
-  const DecodeKernel kernel =
-      cache.dtype == DType::kF32   ? general_kernel<float>(std::max(cache.key_dim, cache.value_dim))
-      : cache.dtype == DType::kF16 ? decode_kernel<__half>(cache.key_dim, cache.value_dim)
-                                   : decode_kernel<__nv_bfloat16>(cache.key_dim, cache.value_dim);
-  const std::size_t bytes = item_memory_bytes(p, cache.dtype == DType::kF32 ? 4 : 2);
-  if (bytes > 48 * 1024) {
-    check(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "attend");
-  }
-  const int items = p.tokens * cache.kv_heads * p.parts * p.split_stride;
-  const auto blocks = static_cast<unsigned>(std::min(items, 2 * launch.sms));
-  launch_kernel(launch, "attend", kernel, dim3(blocks), dim3(kItemThreads), bytes, p);
-}
-
 void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& launch) {
-  if (args.tokens > kDecodeTokens) {
+  check_attention_shape(args.cache, args.heads);
+  if (heads && args.tokens > kDecodeTokens) {
     throw Error(ErrorCode::kUnsupported,
-                "attend: " + std::to_string(args.tokens) + " tokens (at most 64 in a step)");
+                "attend: heads of " + std::to_string(args.tokens) + " tokens (at most 64 at once)");
   }
-  attend_from(args, heads, 0, launch);
+  for (int first = 0; first < args.tokens; first += kDecodeTokens) {
+    attend_from(args, heads, first, launch);
+  }
 }
 
 }  // namespace pianola::cuda

@@ -51,14 +51,16 @@ std::size_t attention_scratch_bytes(int tokens, int heads, int kv_heads, int val
 // Any number of tokens: one warp or more a head of a token.
 void finish_heads(const HeadsArgs& args, const Launch& launch);
 
-// Decode class, at most kDecodeTokens tokens. Work items are (token, kv head, split); the split is
+// Decode class: at most kDecodeTokens tokens with `heads`; without, more are taken kDecodeTokens at
+// a time (chunks in the order of the decode class). Work items are (token, kv head, split); the split is
 // fixed by the token's own position, so a token's result has the same bits whatever else the step
 // holds. `heads` is not null when finish_heads() has not run: the kernel then does its work first
 // (q in registers; keys and values of the step's tokens are stored by the block that owns their
 // split, and used from there), with the same arithmetic as finish_heads().
 void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& launch);
 
-// Chunk class, any number of tokens; finish_heads() has run. Tensor cores.
+// Chunk class, any number of tokens; finish_heads() has run. Tensor cores; an f32 cache takes
+// attend().
 void attend_chunk(const AttentionArgs& args, const Launch& launch);
 
 }  // namespace pianola::cuda

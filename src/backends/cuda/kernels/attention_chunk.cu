@@ -9,7 +9,6 @@
 
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/attention_common.cuh"
-#include "backends/cuda/kernels/linear.h"
 
 namespace pianola::cuda {
 namespace {
@@ -436,9 +435,7 @@ void attend_chunk(const AttentionArgs& args, const Launch& launch) {
     case DType::kF16:
       return attend_chunk_of<__half>(args, launch);
     default:
-      for (int first = 0; first < args.tokens; first += kDecodeTokens) {
-        attend_from(args, nullptr, first, launch);
-      }
+      return attend(args, nullptr, launch);
   }
 }
 

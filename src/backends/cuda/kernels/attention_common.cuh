@@ -19,9 +19,6 @@ inline constexpr int kMaxUnits = 256;  // kv heads times parts of their groups
 inline constexpr std::size_t kUnitCounterBytes = std::size_t{64} * kMaxUnits * sizeof(int);
 inline constexpr std::size_t kCounterBytes = kUnitCounterBytes + 256;
 
-// attend() for the tokens first..first + 63 of the bucket.
-void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
-                 const Launch& launch);
 // Throws Unsupported unless both widths are multiples of 8 and at most kMaxHeadDim.
 void check_attention_shape(const LayerCacheView& cache, int heads);
 
