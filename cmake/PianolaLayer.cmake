@@ -37,9 +37,11 @@ endfunction()
 
 # Warnings, sanitizers and the debug switches every pianola target shares.
 function(pianola_warnings target)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
-    -Wno-sign-conversion -Wno-missing-field-initializers
-    $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict> $<$<BOOL:${PIANOLA_WERROR}>:-Werror>)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow
+    -Wconversion -Wno-sign-conversion -Wno-missing-field-initializers
+    $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict> $<$<BOOL:${PIANOLA_WERROR}>:-Werror>>
+    # A header's constants are not all used by every kernel.
+    $<$<COMPILE_LANGUAGE:CUDA>:-diag-suppress=177 -Xcompiler=-Wall,-Wextra>)
   # libstdc++ 12 marks what its own std::stable_sort calls as deprecated, and only GCC overlooks it.
   if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     target_compile_options(${target} PRIVATE -Wno-deprecated-declarations)

@@ -50,9 +50,22 @@ void add_engine_options(CLI::App& command, ModelOptions& options) {
       "PIANOLA_CTX", "TOKENS");
   add("-t,--threads", engine.threads, "Threads. Default: one for each usable processor",
       "PIANOLA_THREADS", "N");
-  add("--backend", engine.backend,
-      "cpu, or reference (scalar, slow, the specification). Default: cpu", "PIANOLA_BACKEND",
+  add("--backend,--device", engine.backend,
+      "cpu, cuda, or reference (scalar, slow, the specification). Default: cpu", "PIANOLA_BACKEND",
       "NAME");
+  add("--gpu", engine.device, "Which GPU the cuda backend takes. Default: 0", "PIANOLA_GPU", "N");
+  const auto flag = [&](const char* name, bool& value, const char* text, const char* env) {
+    with_environment(command.add_flag(name, value, text), env)->group(group);
+  };
+  flag("--eager", engine.eager, "cuda: op by op, not as a captured graph", "PIANOLA_EAGER");
+  flag("--check-each", engine.check_each, "cuda, with --eager: name the op that fails",
+       "PIANOLA_CHECK_EACH");
+  flag("--dependent-launch,!--no-dependent-launch", engine.dependent_launch,
+       "cuda: let a kernel start while the one before it ends. Default: on",
+       "PIANOLA_DEPENDENT_LAUNCH");
+  flag("--batch-invariant", engine.batch_invariant,
+       "cuda: prompts in the order of decoding: slower, any chunking gives the same bits",
+       "PIANOLA_BATCH_INVARIANT");
   add("--isa", engine.isa,
       "Instruction set of the cpu backend; here: " + isa_list() + ". Default: the best",
       "PIANOLA_ISA", "NAME");

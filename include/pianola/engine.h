@@ -39,7 +39,7 @@ struct LoadProgress {
 };
 
 struct EngineOptions {
-  std::string backend = "cpu";     // "cpu" or "reference"
+  std::string backend = "cpu";     // "cuda", "cpu" or "reference"
   int threads = 0;                 // 0: one for each processor that this process may use
   std::string isa;                 // CPU instruction set; "": the best this machine has
   int max_seq_len = 0;             // 0: the least of the model's own, 8,192 and what fits
@@ -49,6 +49,13 @@ struct EngineOptions {
   bool score = false;              // record the steps that score() needs
   bool logits = false;             // record the steps that logits() needs
   std::size_t memory_limit = 0;    // bytes; 0: what the device has free
+  // Of the cuda backend:
+  int device = 0;                // which GPU
+  bool eager = false;            // op by op instead of a captured graph
+  bool check_each = false;       // eager: wait for each op, and name the one that failed
+  bool dependent_launch = true;  // let a kernel start while the one before it ends
+  bool batch_invariant = false;  // prompts in the order of summation of decoding: slower, and any
+                                 // chunking gives the same bits
   std::function<void(const LoadProgress&)> on_progress;
 };
 
@@ -81,6 +88,10 @@ struct EngineCounters {
   std::uint64_t tokens = 0;        // computed, prompts included
   std::uint64_t plans = 0;         // Plans recorded: constant after load
   std::uint64_t address_hash = 0;  // of every address in every Program: constant after load
+  std::uint64_t captures = 0;      // graphs: constant after load
+  std::uint64_t launches = 0;      // of graphs
+  double capture_seconds = 0;
+  std::size_t capture_bytes = 0;  // device memory that graphs took
 };
 
 class Engine {

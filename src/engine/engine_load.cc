@@ -10,7 +10,13 @@ namespace pianola {
 namespace {
 
 BackendOptions backend_options(const EngineOptions& options) {
-  return {.threads = options.threads, .isa = options.isa};
+  return {.threads = options.threads,
+          .isa = options.isa,
+          .device = options.device,
+          .eager = options.eager,
+          .check_each = options.check_each,
+          .dependent_launch = options.dependent_launch,
+          .batch_invariant = options.batch_invariant};
 }
 
 const LmHeadOp* find_head(const Plan& plan) {
@@ -147,6 +153,11 @@ bool Engine::healthy() const { return impl_->healthy; }
 EngineCounters Engine::counters() const {
   EngineCounters counters = impl_->counters;
   counters.address_hash = impl_->programs->address_certificate();
+  const BackendCounters backend = impl_->backend->counters();
+  counters.captures = backend.captures;
+  counters.launches = backend.launches;
+  counters.capture_seconds = backend.capture_seconds;
+  counters.capture_bytes = backend.capture_bytes;
   return counters;
 }
 

@@ -25,6 +25,10 @@ void PrintTo(const Case& c, std::ostream* out) {
 }
 
 std::vector<Case> cases() {
+  // CMake says which backends this program tests: those of any machine, or the one of a GPU.
+  if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
+    return {{"cuda", "", "f32"}, {"cuda", "", "f16"}, {"cuda", "", "q8_0"}, {"cuda", "", "q4_0"}};
+  }
   std::vector<Case> all = {{"reference", "", "f32"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
     for (const char* form : {"f32", "f16", "q8_0", "q4_0"})
@@ -74,7 +78,10 @@ class CaptureTest : public testing::TestWithParam<Case> {
                            .max_seq_len = max_seq_len,
                            .slots = slots,
                            .chunk = chunk,
-                           .cache_type = cache_type});
+                           .cache_type = cache_type,
+                           .eager = eager_,
+                           .dependent_launch = dependent_launch_,
+                           .batch_invariant = true});
   }
 
   std::vector<TokenId> prompt(int seed, int length) const {
@@ -108,14 +115,19 @@ class CaptureTest : public testing::TestWithParam<Case> {
   static std::vector<std::byte> stored(Engine& engine, int row) {
     std::vector<std::byte> bytes;
     const int length = engine.length(row);
-    for (const LayerCacheView& view : EngineTestAccess::impl(engine).caches) {
+    for (int layer = 0; layer < EngineTestAccess::layers(engine); ++layer) {
+      const LayerCacheView& view =
+          EngineTestAccess::impl(engine).caches[static_cast<std::size_t>(layer)];
       const std::size_t element = dtype_info(view.dtype).bytes;
-      for (int p = 0; p < length; ++p) {
-        for (int h = 0; h < view.kv_heads; ++h) {
-          const std::size_t at = cache_index(p, h, view.kv_heads, view.key_dim) * element;
-          const std::size_t size = static_cast<std::size_t>(view.key_dim) * element;
-          for (const std::byte* slot : {view.key_slot(row), view.value_slot(row)}) {
-            bytes.insert(bytes.end(), slot + at, slot + at + size);
+      for (const auto& slot : {EngineTestAccess::keys(engine, layer, row),
+                               EngineTestAccess::values(engine, layer, row)}) {
+        for (int p = 0; p < length; ++p) {
+          for (int h = 0; h < view.kv_heads; ++h) {
+            const auto at = static_cast<std::ptrdiff_t>(
+                cache_index(p, h, view.kv_heads, view.key_dim) * element);
+            const auto size = static_cast<std::ptrdiff_t>(view.key_dim) *
+                              static_cast<std::ptrdiff_t>(element);
+            bytes.insert(bytes.end(), slot.begin() + at, slot.begin() + at + size);
           }
         }
       }
@@ -143,25 +155,35 @@ class CaptureTest : public testing::TestWithParam<Case> {
 
   // NaN in every element of a slot, from `position` on.
   static void poison_slot(Engine& engine, int slot, int position) {
-    for (const LayerCacheView& view : EngineTestAccess::impl(engine).caches) {
+    for (int layer = 0; layer < EngineTestAccess::layers(engine); ++layer) {
+      const LayerCacheView& view =
+          EngineTestAccess::impl(engine).caches[static_cast<std::size_t>(layer)];
       const std::size_t element = dtype_info(view.dtype).bytes;
+      std::vector<std::byte> keys = EngineTestAccess::keys(engine, layer, slot);
+      std::vector<std::byte> values = EngineTestAccess::values(engine, layer, slot);
       for (int p = position; p < view.capacity; ++p) {
         for (int h = 0; h < view.kv_heads; ++h) {
           const std::size_t at = cache_index(p, h, view.kv_heads, view.key_dim) * element;
           const std::size_t size = static_cast<std::size_t>(view.key_dim) * element;
-          std::memset(view.key_slot(slot) + at, 0xFF, size);
-          std::memset(view.value_slot(slot) + at, 0xFF, size);
+          std::memset(keys.data() + at, 0xFF, size);
+          std::memset(values.data() + at, 0xFF, size);
         }
       }
+      EngineTestAccess::write(engine, view.key_slot(slot), keys);
+      EngineTestAccess::write(engine, view.value_slot(slot), values);
     }
   }
 
+  // The activations; scratch is the backend's own, which may keep counters in it.
   static void poison_workspace(Engine& engine) {
-    const DeviceMemory& work = *EngineTestAccess::impl(engine).work_memory;
-    std::memset(work.data(), 0xFF, work.size());
+    const Engine::Impl& e = EngineTestAccess::impl(engine);
+    const std::vector<std::byte> poison(e.layout.workspace_bytes(), std::byte{0xFF});
+    EngineTestAccess::write(engine, e.work_memory->data(), poison);
   }
 
   std::shared_ptr<const CausalModel> model_;
+  bool eager_ = false;
+  bool dependent_launch_ = true;
 };
 
 TEST_P(CaptureTest, ChunksOfAnySizeGiveTheSameBits) {
@@ -173,7 +195,7 @@ TEST_P(CaptureTest, ChunksOfAnySizeGiveTheSameBits) {
 }
 
 TEST_P(CaptureTest, ThreadsDoNotChangeTheBits) {
-  if (GetParam().backend == "reference") GTEST_SKIP() << "the reference backend has one thread";
+  if (GetParam().backend != "cpu") GTEST_SKIP() << "only the cpu backend has threads";
   const auto tokens = prompt(2, 90);
   const Trace one = solo(tokens, options(6, 110));
   for (const int threads : {2, 3, 5}) {
@@ -237,14 +259,12 @@ TEST_P(CaptureTest, PaddingAndStoppedRowsStoreNothing) {
     rows.push_back(engine.open_row(options(static_cast<std::uint64_t>(i), i == 1 ? 12 : 40)));
     engine.append(rows.back(), prompt(20 + i, 10));
   }
-  const auto free_keys = EngineTestAccess::keys(engine, 0, 3);
-  const std::vector<std::byte> before(free_keys.begin(), free_keys.end());
+  const std::vector<std::byte> before = EngineTestAccess::keys(engine, 0, 3);
   while (engine.status(rows[1]) == RowStatus::kRunning) engine.step();
-  const auto stopped_keys = EngineTestAccess::keys(engine, 0, rows[1]);
-  const std::vector<std::byte> stopped(stopped_keys.begin(), stopped_keys.end());
+  const std::vector<std::byte> stopped = EngineTestAccess::keys(engine, 0, rows[1]);
   while (engine.has_work()) engine.run(100);
-  EXPECT_TRUE(std::equal(before.begin(), before.end(), free_keys.begin()));
-  EXPECT_TRUE(std::equal(stopped.begin(), stopped.end(), stopped_keys.begin()));
+  EXPECT_EQ(EngineTestAccess::keys(engine, 0, 3), before);
+  EXPECT_EQ(EngineTestAccess::keys(engine, 0, rows[1]), stopped);
 }
 
 TEST_P(CaptureTest, GoingBackAndAppendingAgainGivesTheSameBits) {
@@ -293,6 +313,87 @@ TEST_P(CaptureTest, ALoopIsItsSteps) {
   EXPECT_EQ(looped.counters().tokens, stepped.counters().tokens);
 }
 
+// Rows of different lengths, one of which stops while the others go on: every executor gives the
+// same bits. On a GPU: op by op, one graph a step, one graph for the whole, each with dependent
+// launches and without.
+TEST_P(CaptureTest, EveryExecutorGivesTheSameBits) {
+  constexpr int kRows = 3;
+  std::vector<Trace> first;
+  for (const bool eager : {true, false}) {
+    for (const bool dependent : {true, false}) {
+      if (GetParam().backend != "cuda" && (eager || !dependent)) continue;  // it has neither
+      for (const int rounds : {1, 1000}) {
+        eager_ = eager;
+        dependent_launch_ = dependent;
+        Engine engine = make_engine(kRows + 1);
+        std::vector<Trace> traces(kRows + 1);
+        for (int i = 0; i < kRows; ++i) {
+          const int row = engine.open_row(options(static_cast<std::uint64_t>(i), 70 + 60 * i));
+          engine.append(row, prompt(70 + i, 58 + 3 * i));
+        }
+        while (engine.has_work()) record(engine.run(rounds), traces);
+        for (int i = 0; i < kRows; ++i) {
+          traces[static_cast<std::size_t>(i)].cache = stored(engine, i);
+        }
+        if (first.empty()) first = traces;
+        EXPECT_TRUE(traces == first)
+            << "eager " << eager << ", dependent " << dependent << ", rounds " << rounds;
+      }
+    }
+  }
+}
+
+// stream() hands out the same tokens, and what it computed beyond what was seen is rolled back.
+TEST_P(CaptureTest, AStreamIsItsStepsAndItsOverrunIsRolledBack) {
+  const auto tokens = prompt(80, 20);
+  const Trace whole = solo(tokens, options(11, 200));
+  Engine engine = make_engine(2);
+  for (const int wanted : {1, 5, 40}) {
+    std::vector<Trace> traces(2);
+    const int row = engine.open_row(options(11, 200));
+    engine.append(row, tokens);
+    while (static_cast<int>(traces[static_cast<std::size_t>(row)].tokens.size()) < wanted) {
+      record(engine.stream({&row, 1}), traces);
+    }
+    auto& seen = traces[static_cast<std::size_t>(row)];
+    seen.tokens.resize(static_cast<std::size_t>(wanted));
+    seen.logprobs.resize(static_cast<std::size_t>(wanted));
+    engine.keep_first(row, 20 + wanted);
+    EXPECT_EQ(engine.history(row).size(), static_cast<std::size_t>(20 + wanted));
+    engine.append(row, {});
+    while (engine.has_work()) record(engine.stream({&row, 1}), traces);
+    seen.cache = stored(engine, row);
+    EXPECT_TRUE(seen == whole) << wanted;
+    engine.close_row(row);
+  }
+}
+
+// Two callers that stream their own rows in turn: each run ends the other's, and no token is lost.
+TEST_P(CaptureTest, StreamsThatTakeTurnsLoseNothing) {
+  const Trace alone[2] = {solo(prompt(81, 9), options(1, 80)), solo(prompt(82, 30), options(2, 90))};
+  Engine engine = make_engine(2);
+  std::vector<Trace> traces(2);
+  int rows[2];
+  for (int i = 0; i < 2; ++i) {
+    rows[i] = engine.open_row(options(static_cast<std::uint64_t>(i) + 1, 80 + 10 * i));
+    engine.append(rows[i], prompt(81 + i, i == 0 ? 9 : 30));
+  }
+  bool more = true;
+  while (more) {
+    more = false;
+    for (const int& row : rows) {
+      const auto events = engine.stream({&row, 1});
+      more = more || !events.empty() || engine.has_work();
+      record(events, traces);
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    Trace& trace = traces[static_cast<std::size_t>(rows[i])];
+    trace.cache = stored(engine, rows[i]);
+    EXPECT_TRUE(trace == alone[i]) << i;
+  }
+}
+
 TEST_P(CaptureTest, AddressesAndPlansAreConstant) {
   Engine engine = make_engine(2);
   const EngineCounters before = engine.counters();
@@ -300,6 +401,7 @@ TEST_P(CaptureTest, AddressesAndPlansAreConstant) {
   const EngineCounters after = engine.counters();
   EXPECT_EQ(after.address_hash, before.address_hash);
   EXPECT_EQ(after.plans, before.plans);
+  EXPECT_EQ(after.captures, before.captures);
   EXPECT_GT(after.steps, before.steps);
 }
 

@@ -79,6 +79,7 @@ Tolerance tolerance_of(const Case& c, const std::string& weight_type) {
 std::string case_name(const testing::TestParamInfo<Case>& info) {
   const ModelGolden& golden = goldens()[info.param.golden];
   std::string name = golden.name + "_" + golden.files[info.param.file].form;
+  name += "_" + info.param.backend;
   if (!info.param.isa.empty()) name += "_" + info.param.isa;
   std::replace(name.begin(), name.end(), '/', '_');
   return name;
@@ -242,10 +243,16 @@ TEST_P(ModelLogitsTest, TwoRowsInOneStep) {
   for (std::size_t r = 0; r < 2; ++r) EXPECT_EQ(known[r], golden_->rows[r].tokens.size());
 }
 
-INSTANTIATE_TEST_SUITE_P(Reference, ModelLogitsTest, testing::ValuesIn(cases("reference", {""})),
-                         case_name);
-INSTANTIATE_TEST_SUITE_P(Cpu, ModelLogitsTest, testing::ValuesIn(cases("cpu", cpu_isas())),
-                         case_name);
+// CMake says which backends this program tests: those of any machine, or the one of a GPU.
+std::vector<Case> all_cases() {
+  if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") return cases("cuda", {""});
+  std::vector<Case> all = cases("reference", {""});
+  const std::vector<Case> cpu = cases("cpu", cpu_isas());
+  all.insert(all.end(), cpu.begin(), cpu.end());
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, ModelLogitsTest, testing::ValuesIn(all_cases()), case_name);
 
 }  // namespace
 }  // namespace pianola

@@ -8,7 +8,6 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
-#include "backends/cuda/kernels/token.h"
 #include "base/check.h"
 #include "tensor/quant_format.h"
 
@@ -105,11 +104,6 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
            "(widths must be multiples of 8 and at most 256)",
            attention->cache.index, attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim);
     }
-  }
-  if (plan.shape.logit_rows > static_cast<int>(kSampleCounterBytes / 8) &&
-      plan.shape.variant == StepVariant::kSample) {
-    fail(ErrorCode::kUnsupported, "cuda backend: {} rows sampled in one step, at most {}",
-         plan.shape.logit_rows, kSampleCounterBytes / 8);
   }
 }
 

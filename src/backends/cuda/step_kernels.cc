@@ -92,7 +92,6 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
   const std::size_t tokens = size_of(plan.shape.tokens);
   CudaScratch c;
   Pieces pieces;
-  c.counters = pieces.take(kSampleCounterBytes);
   c.attention = pieces.take(attention_scratch_bytes(std::min(plan.shape.tokens, kDecodeTokens), s.heads,
                                                     s.kv_heads, s.value_dim,
                                                     tables.cache_shape.capacity));
@@ -345,7 +344,7 @@ void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launc
   args.state = bound_.state();
   args.tokens = tokens();
   args.scratch = scratch<std::byte>(layout_.attention);
-  if (tokens() <= kDecodeTokens) {
+  if (class_ == StepClass::kDecode) {
     attend(args, heads, l);
   } else {
     attend_chunk(args, l);
@@ -461,8 +460,7 @@ void StepKernels::run(const SampleOp& op, std::size_t, const Launch& l) const {
           .vocab = static_cast<int>(bound_.width(op.logits)),
           .state = bound_.state(),
           .logit_rows = logit_rows(),
-          .scratch = scratch<std::byte>(layout_.sample),
-          .counters = scratch<std::uint32_t>(layout_.counters)},
+          .scratch = scratch<std::byte>(layout_.sample)},
          l);
 }
 

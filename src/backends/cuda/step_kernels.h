@@ -24,11 +24,9 @@ struct CudaOptions {
   bool batch_invariant = false;   // chunks in the order of the decode class
 };
 
-// Offsets into the scratch that a Plan's kernels share. Counters of sampling come first, then those
-// that attention begins with, at the same place in every Plan: they are zero between launches and
-// must stay so.
+// Offsets into the scratch that a Plan's kernels share. That of attention comes first: it begins with
+// counters, at the same place in every Plan, that are zero between launches and must stay so.
 struct CudaScratch {
-  std::size_t counters = 0;
   std::size_t attention = 0;
   std::size_t sample = 0;
   std::size_t k = 0;       // [tokens, kv_heads * key_dim] f32

@@ -36,11 +36,8 @@ struct SampleArgs {
   int vocab = 0;
   StepState state;
   int logit_rows = 1;            // of the bucket
-  std::byte* scratch = nullptr;       // sample_scratch_bytes()
-  std::uint32_t* counters = nullptr;  // kSampleCounterBytes, zero between launches
+  std::byte* scratch = nullptr;  // sample_scratch_bytes(), zeroed once at load
 };
-// Room for 1,024 logit rows at two counters each.
-inline constexpr std::size_t kSampleCounterBytes = 8192;
 std::size_t sample_scratch_bytes(int logit_rows, int vocab);
 // sampled[r] and logprob[r], as SampleOp says.
 void sample(const SampleArgs& args, const Launch& launch);

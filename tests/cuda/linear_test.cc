@@ -1,0 +1,316 @@
+// The products of the decode class against sums in double, for every form of weights; and the
+// promise that a token's result does not depend on how many others a launch holds.
+#include "backends/cuda/kernels/linear.h"
+
+#include <cmath>
+#include <random>
+
+#include "backends/cuda/kernels/repack.h"
+#include "cuda/cuda_fixture.h"
+#include "tensor/half.h"
+#include "tensor/quant_format.h"
+
+namespace pianola::cuda {
+namespace {
+
+constexpr DType kForms[] = {DType::kF32,  DType::kF16,  DType::kBF16, DType::kQ4_0,
+                            DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ8_0,
+                            DType::kQ4_K, DType::kQ5_K, DType::kQ6_K};
+
+std::vector<float> random_floats(std::size_t count, unsigned seed, float size = 1) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, size);
+  std::vector<float> values(count);
+  for (float& v : values) v = normal(random);
+  return values;
+}
+
+// A random matrix: its packed form on the device and its exact values.
+struct Matrix {
+  std::vector<float> values;  // [rows, cols]
+  DeviceArray<std::byte> packed;
+  PackedWeight view;
+};
+
+Matrix make_matrix(DType dtype, int rows, int cols, unsigned seed) {
+  Matrix m;
+  std::mt19937 random(seed);
+  const std::size_t stride = row_bytes(dtype, static_cast<std::size_t>(cols));
+  std::vector<std::byte> file(stride * static_cast<std::size_t>(rows));
+  const auto count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(cols);
+  if (is_quantized(dtype)) {
+    for (std::byte& byte : file) byte = static_cast<std::byte>(random());
+    const DTypeInfo& info = dtype_info(dtype);
+    std::normal_distribution<float> normal;
+    const auto put = [&](std::byte* at, float value) {
+      const std::uint16_t bits = f32_to_f16(value);
+      std::memcpy(at, &bits, 2);
+    };
+    for (std::byte* block = file.data(); block != file.data() + file.size(); block += info.bytes) {
+      const float scale = 0.01F * (1.0F + std::fabs(normal(random)));
+      const bool super = info.elements == 256;
+      if (dtype == DType::kQ6_K) {
+        put(block + 208, 0.01F * scale);
+      } else {
+        put(block, super ? 0.02F * scale : scale);
+        if (super || dtype == DType::kQ4_1 || dtype == DType::kQ5_1) {
+          put(block + 2, (super ? 0.1F : -8.0F) * scale);
+        }
+      }
+    }
+  } else {
+    const std::vector<float> values = random_floats(count, seed, 0.05F);
+    for (int r = 0; r < rows; ++r) {
+      quantize_row(dtype, values.data() + static_cast<std::size_t>(r) * static_cast<std::size_t>(cols),
+                   reinterpret_cast<std::uint8_t*>(file.data()) + static_cast<std::size_t>(r) * stride,
+                   static_cast<std::size_t>(cols));
+    }
+  }
+  m.values.resize(count);
+  dequantize_row(dtype, file.data(), m.values.data(), count);
+  Codes codes = {};
+  Scales scales = {};
+  EXPECT_TRUE(packed_form(dtype, codes, scales));
+  m.packed = DeviceArray<std::byte>(packed_bytes(codes, scales, rows, cols));
+  if (scales == Scales::kNone) {
+    m.packed.write(file);
+  } else {
+    const DeviceArray<std::byte> raw(file);
+    repack(dtype, rows, cols, raw.data(), m.packed.data(), test_launch());
+    check(cudaDeviceSynchronize(), "repack");
+  }
+  m.view = {codes, scales, rows, cols, m.packed.data(),
+            scales == Scales::kNone ? nullptr : m.packed.data() + scale_offset(codes, rows, cols)};
+  return m;
+}
+
+struct Case {
+  DType dtype;
+  int rows;
+  int cols;
+};
+
+// One product with everything on: norm, bias, residual.
+class Product {
+ public:
+  Product(const Case& c, int capacity, unsigned seed)
+      : case_(c),
+        capacity_(capacity),
+        weight_(make_matrix(c.dtype, c.rows, c.cols, seed)),
+        x_(random_floats(size(capacity, c.cols), seed + 1, 2.0F)),
+        norm_(random_floats(static_cast<std::size_t>(c.cols), seed + 2)),
+        bias_(random_floats(static_cast<std::size_t>(c.rows), seed + 3)),
+        residual_(random_floats(size(capacity, c.rows), seed + 4)),
+        x_device_(x_),
+        norm_device_(norm_),
+        bias_device_(bias_) {}
+
+  // Tokens [first, first + live) of a launch whose bucket holds `bucket`.
+  std::vector<float> run(int first, int live, int bucket, bool with_norm, bool dependent = false) {
+    const std::vector<std::int32_t> count = {live};
+    const DeviceArray<std::int32_t> count_device(count);
+    DeviceArray<float> out(size(bucket, case_.rows));
+    DeviceArray<float> residual(size(bucket, case_.rows));
+    residual.write(std::span(residual_).subspan(size(first, case_.rows), size(live, case_.rows)));
+    LinearArgs args;
+    args.part[0] = {weight_.view, bias_device_.data(), out.data(), case_.rows};
+    args.in = x_device_.data() + size(first, case_.cols);
+    args.in_ld = case_.cols;
+    args.norm = with_norm ? norm_device_.data() : nullptr;
+    args.eps = 1e-5F;
+    args.residual = residual.data();
+    args.count = count_device.data();
+    args.tokens = bucket;
+    linear(args, test_launch(dependent));
+    std::vector<float> y = out.read();
+    EXPECT_TRUE(out.intact());
+    for (std::size_t i = size(live, case_.rows); i < y.size(); ++i) {
+      EXPECT_TRUE(std::isnan(y[i])) << "padding was written";
+      if (!std::isnan(y[i])) break;
+    }
+    y.resize(size(live, case_.rows));
+    return y;
+  }
+
+  // Largest error over the size of what was added up.
+  double error(const std::vector<float>& y, int first, bool with_norm) const {
+    double worst = 0;
+    const int tokens = static_cast<int>(y.size()) / case_.rows;
+    for (int t = 0; t < tokens; ++t) {
+      const float* x = x_.data() + size(first + t, case_.cols);
+      double scale = 1;
+      if (with_norm) {
+        double squares = 0;
+        for (int c = 0; c < case_.cols; ++c) squares += static_cast<double>(x[c]) * x[c];
+        scale = 1 / std::sqrt(squares / case_.cols + 1e-5);
+      }
+      for (int r = 0; r < case_.rows; ++r) {
+        const float* w = weight_.values.data() + size(r, case_.cols);
+        double sum = 0;
+        double magnitude = 0;
+        for (int c = 0; c < case_.cols; ++c) {
+          const double term =
+              static_cast<double>(w[c]) * x[c] * scale * (with_norm ? norm_[static_cast<std::size_t>(c)] : 1.0F);
+          sum += term;
+          magnitude += term * term;
+        }
+        sum += bias_[static_cast<std::size_t>(r)] +
+               residual_[size(first + t, case_.rows) + static_cast<std::size_t>(r)];
+        const double got = y[size(t, case_.rows) + static_cast<std::size_t>(r)];
+        if (std::isnan(got)) return 1e9;
+        worst = std::max(worst, std::fabs(got - sum) / (std::sqrt(magnitude) + 1));
+      }
+    }
+    return worst;
+  }
+
+ private:
+  static std::size_t size(int a, int b) {
+    return static_cast<std::size_t>(a) * static_cast<std::size_t>(b);
+  }
+
+  Case case_;
+  int capacity_;
+  Matrix weight_;
+  std::vector<float> x_, norm_, bias_, residual_;
+  DeviceArray<float> x_device_, norm_device_, bias_device_;
+};
+
+// Activations keep 16 bits of mantissa, sums are f32.
+constexpr double kTolerance = 5e-5;
+
+class LinearForms : public ::testing::TestWithParam<DType> {};
+
+TEST_P(LinearForms, AgreesWithSumsInDouble) {
+  const DType dtype = GetParam();
+  const bool super = is_quantized(dtype) && dtype_info(dtype).elements == 256;
+  for (const auto& [rows, cols] : {std::pair{1, 256}, {7, 512}, {64, 256}, {129, 768}, {960, 1536},
+                                   {520, 2048}, {72, 8192}, {1003, 2304}}) {
+    Product product({dtype, rows, cols}, 64, 17U + static_cast<unsigned>(rows));
+    for (const int tokens : {1, 2, 8, 9, 16, 31, 64}) {
+      for (const bool norm : {false, true}) {
+        EXPECT_LE(product.error(product.run(0, tokens, tokens, norm), 0, norm), kTolerance)
+            << dtype_name(dtype) << " [" << rows << ", " << cols << "], " << tokens << " tokens";
+      }
+    }
+  }
+  if (super) return;
+  for (const auto& [rows, cols] : {std::pair{8, 32}, {33, 96}, {576, 576}, {20, 1504}}) {
+    Product product({dtype, rows, cols}, 8, 5U + static_cast<unsigned>(cols));
+    for (const int tokens : {1, 3, 8}) {
+      EXPECT_LE(product.error(product.run(0, tokens, tokens, true), 0, true), kTolerance)
+          << dtype_name(dtype) << " [" << rows << ", " << cols << "], " << tokens << " tokens";
+    }
+  }
+}
+
+TEST_P(LinearForms, ATokensBitsDoNotDependOnTheOthers) {
+  const DType dtype = GetParam();
+  for (const auto& [rows, cols] : {std::pair{136, 768}, {1000, 2048}, {64, 14336}}) {
+    Product product({dtype, rows, cols}, 64, 99U + static_cast<unsigned>(cols));
+    for (const bool norm : {false, true}) {
+      const std::vector<float> all = product.run(0, 64, 64, norm);
+      for (const int bucket : {1, 2, 4, 8, 16, 32}) {
+        for (const int live : {bucket, std::max(1, bucket - 1)}) {
+          const int first = 64 - bucket;
+          const std::vector<float> some = product.run(first, live, bucket, norm, true);
+          EXPECT_EQ(std::memcmp(some.data(), all.data() + static_cast<std::size_t>(first * rows),
+                                some.size() * sizeof(float)),
+                    0)
+              << dtype_name(dtype) << " [" << rows << ", " << cols << "], " << live << " of bucket "
+              << bucket;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Forms, LinearForms, ::testing::ValuesIn(kForms),
+                         [](const auto& info) { return std::string(dtype_name(info.param)); });
+
+TEST(Linear, NothingLiveWritesNothing) {
+  Product product({DType::kBF16, 100, 256}, 8, 3);
+  EXPECT_TRUE(product.run(0, 0, 4, true).empty());
+}
+
+TEST(Linear, PartsShareALaunchAndGather) {
+  constexpr int kCols = 1024;
+  constexpr int kTokens = 5;
+  const int rows[3] = {200, 40, 48};
+  std::vector<Matrix> matrices;
+  std::vector<DeviceArray<float>> outs;
+  LinearArgs args;
+  for (int i = 0; i < 3; ++i) {
+    matrices.push_back(make_matrix(DType::kBF16, rows[i], kCols, 40U + static_cast<unsigned>(i)));
+    outs.emplace_back(static_cast<std::size_t>(rows[i] * kTokens));
+    args.part[i] = {matrices.back().view, nullptr, outs.back().data(), rows[i]};
+  }
+  const std::vector<float> x = random_floats(16 * kCols, 7);
+  const DeviceArray<float> x_device(x);
+  const std::vector<std::int32_t> gather = {3, 15, 0, 7, 3};
+  const DeviceArray<std::int32_t> gather_device(gather);
+  const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{kTokens});
+  args.parts = 3;
+  args.in = x_device.data();
+  args.in_ld = kCols;
+  args.count = count.data();
+  args.gather = gather_device.data();
+  args.tokens = kTokens;
+  linear(args, test_launch());
+  for (std::size_t i = 0; i < 3; ++i) {
+    const std::vector<float> y = outs[i].read();
+    for (int t = 0; t < kTokens; ++t) {
+      for (int r = 0; r < rows[i]; ++r) {
+        double sum = 0;
+        for (int c = 0; c < kCols; ++c) {
+          sum += static_cast<double>(matrices[i].values[static_cast<std::size_t>(r * kCols + c)]) *
+                 x[static_cast<std::size_t>(gather[static_cast<std::size_t>(t)] * kCols + c)];
+        }
+        ASSERT_NEAR(y[static_cast<std::size_t>(t * rows[i] + r)], sum, 2e-4) << i << " " << t << " " << r;
+      }
+    }
+  }
+}
+
+TEST(Linear, GatedIsSiluOfOneTimesTheOther) {
+  for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
+    for (const int tokens : {1, 3, 20, 64}) {
+      constexpr int kRows = 340;
+      constexpr int kCols = 576;
+      const Matrix gate = make_matrix(dtype, kRows, kCols, 1);
+      const Matrix up = make_matrix(dtype, kRows, kCols, 2);
+      const std::vector<float> x = random_floats(static_cast<std::size_t>(64 * kCols), 3);
+      const DeviceArray<float> x_device(x);
+      const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
+      DeviceArray<float> out(static_cast<std::size_t>(64 * kRows));
+      LinearArgs args;
+      args.parts = 2;
+      args.end = LinearEnd::kGated;
+      args.part[0] = {gate.view, nullptr, out.data(), kRows};
+      args.part[1] = {up.view, nullptr, nullptr, kRows};
+      args.in = x_device.data();
+      args.in_ld = kCols;
+      args.count = count.data();
+      args.tokens = tokens;
+      linear(args, test_launch());
+      const std::vector<float> y = out.read();
+      for (int t = 0; t < tokens; ++t) {
+        for (int r = 0; r < kRows; ++r) {
+          double g = 0;
+          double u = 0;
+          for (int c = 0; c < kCols; ++c) {
+            const double v = x[static_cast<std::size_t>(t * kCols + c)];
+            g += gate.values[static_cast<std::size_t>(r * kCols + c)] * v;
+            u += up.values[static_cast<std::size_t>(r * kCols + c)] * v;
+          }
+          const double want = g / (1 + std::exp(-g)) * u;
+          ASSERT_NEAR(y[static_cast<std::size_t>(t * kRows + r)], want, 2e-4 * (1 + std::fabs(want)))
+              << dtype_name(dtype) << " " << t << " " << r;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pianola::cuda
