@@ -26,6 +26,7 @@ struct BenchOptions {
   std::vector<int> generations = {64};
   std::vector<int> depths = {0};
   int repetitions = 5;
+  int rows = 1;
   std::uint64_t seed = 1;
   std::string format = "md";
   bool json = false;
@@ -59,7 +60,8 @@ struct Report {
   // Bytes that one generated token reads; 0 where prompts are in the test.
   double bytes_per_token(const BenchTest& test) const {
     if (test.prompt > 0) return 0;
-    return static_cast<double>(weight_bytes) +
+    // A step reads the weights once, whatever its rows.
+    return static_cast<double>(weight_bytes) / test.rows +
            static_cast<double>(cache_bytes_per_token) * (test.depth + test.generate / 2.0);
   }
   double share(const BenchResult& result) const {
@@ -95,6 +97,9 @@ void check_lengths(const BenchOptions& options) {
   check(options.prompts, "-p");
   check(options.generations, "-n");
   check(options.depths, "-d");
+  if (options.rows < 1 || options.rows > 1024) {
+    fail(ErrorCode::kInvalidArgument, "--rows: {}, expected 1 to 1024", options.rows);
+  }
   if (options.repetitions < 1 || options.repetitions > 10000) {
     fail(ErrorCode::kInvalidArgument, "-r: {}, expected 1 to 10000", options.repetitions);
   }
@@ -153,6 +158,7 @@ boost::json::object result_json(const Report& report, const BenchResult& r) {
   object["prompt"] = r.test.prompt;
   object["generate"] = r.test.generate;
   object["depth"] = r.test.depth;
+  object["rows"] = r.test.rows;
   object["tok_s"] = {{"median", r.median()},
                      {"min", r.min()},
                      {"max", r.max()},
@@ -226,7 +232,7 @@ void measure(const BenchOptions& options, const std::vector<BenchTest>& tests, R
 
 int run(BenchOptions options) {
   check_lengths(options);
-  const auto tests = bench_tests(options.prompts, options.generations, options.depths);
+  const auto tests = bench_tests(options.prompts, options.generations, options.depths, options.rows);
   if (tests.empty())
     fail(ErrorCode::kInvalidArgument, "there is nothing to measure: -p and -n are 0");
   int longest = 0;
@@ -237,6 +243,7 @@ int run(BenchOptions options) {
     fail(ErrorCode::kContextOverflow, "the longest test needs -c {} or more, found {}", longest,
          options.model.engine.max_seq_len);
   }
+  options.model.engine.slots = std::max(options.model.engine.slots, options.rows);
   Loaded loaded = load(options.model);
   Engine& engine = loaded.engine;
   Report report{loaded.model, loaded.engine};
@@ -273,6 +280,8 @@ void add_bench(CLI::App& app, Action& action) {
   lengths("-n,--generate", options->generations, "Tokens to generate; 0: none. Default: 64");
   lengths("-d,--depth", options->depths, "Tokens in the cache before. Default: 0");
   command.add_option("-r,--repetitions", options->repetitions, "Runs of each test. Default: 5")
+      ->type_name("N");
+  command.add_option("--rows", options->rows, "Sequences that run together. Default: 1")
       ->type_name("N");
   command.add_option("-s,--seed", options->seed, "Of the random tokens. Default: 1")
       ->type_name("N");

@@ -19,11 +19,28 @@ std::vector<std::int32_t> random_tokens(int count, int vocab_size, std::mt19937_
   return tokens;
 }
 
-// Steps until the row has produced `count` tokens.
-void produce(Engine& engine, int row, int count) {
+class Rows {
+ public:
+  Rows(Engine& engine, int count) : engine_(engine) {
+    for (int i = 0; i < count; ++i) indices_.push_back(engine.open_row({}));
+  }
+  ~Rows() {
+    for (const int row : indices_) engine_.close_row(row);
+  }
+  Rows(const Rows&) = delete;
+  Rows& operator=(const Rows&) = delete;
+  const std::vector<int>& indices() const { return indices_; }
+
+ private:
+  Engine& engine_;
+  std::vector<int> indices_;
+};
+
+// Steps until `count` tokens have been produced by all rows together.
+void produce(Engine& engine, const Rows& rows, int count) {
   while (count > 0) {
     throw_if_interrupted();
-    for (const TokenEvent& event : engine.stream({&row, 1})) {
+    for (const TokenEvent& event : engine.stream(rows.indices())) {
       if (event.status == RowStatus::kFailed) {
         fail(ErrorCode::kInternal, "bench: the model gave NaN or infinite values");
       }
@@ -32,19 +49,6 @@ void produce(Engine& engine, int row, int count) {
   }
 }
 
-class Row {
- public:
-  explicit Row(Engine& engine) : engine_(engine), index_(engine.open_row({})) {}
-  ~Row() { engine_.close_row(index_); }
-  Row(const Row&) = delete;
-  Row& operator=(const Row&) = delete;
-  int index() const { return index_; }
-
- private:
-  Engine& engine_;
-  int index_;
-};
-
 }  // namespace
 
 std::string BenchTest::name() const {
@@ -52,6 +56,7 @@ std::string BenchTest::name() const {
   if (prompt > 0) text += fmt::format("pp{}", prompt);
   if (generate > 0) text += fmt::format("{}tg{}", text.empty() ? "" : "+", generate);
   if (depth > 0) text += fmt::format(" @ d{}", depth);
+  if (rows > 1) text += fmt::format(" x{}", rows);
   return text;
 }
 
@@ -75,10 +80,10 @@ double BenchResult::deviation() const {
 
 std::vector<BenchTest> bench_tests(const std::vector<int>& prompts,
                                    const std::vector<int>& generations,
-                                   const std::vector<int>& depths) {
+                                   const std::vector<int>& depths, int rows) {
   std::vector<BenchTest> tests;
-  const auto add = [&tests](int prompt, int generate, int depth) {
-    if (prompt + generate > 0) tests.push_back({prompt, generate, depth});
+  const auto add = [&tests, rows](int prompt, int generate, int depth) {
+    if (prompt + generate > 0) tests.push_back({prompt, generate, depth, rows});
   };
   for (const int depth : depths) {
     for (const int prompt : prompts) add(prompt, 0, depth);
@@ -93,28 +98,44 @@ std::vector<BenchTest> bench_tests(const std::vector<int>& prompts,
 }
 
 BenchResult run_test(Engine& engine, const BenchTest& test, int repetitions, std::uint64_t seed) {
-  const Row row(engine);
+  const Rows rows(engine, test.rows);
   std::mt19937_64 random(seed);
+  const auto append_all = [&](const std::vector<std::vector<std::int32_t>>& tokens) {
+    for (std::size_t i = 0; i < tokens.size(); ++i) engine.append(rows.indices()[i], tokens[i]);
+  };
+  const auto draw = [&](int count) {
+    std::vector<std::vector<std::int32_t>> all;
+    for (int i = 0; i < test.rows; ++i) {
+      all.push_back(random_tokens(count, engine.vocab_size(), random));
+    }
+    return all;
+  };
   if (test.depth > 0) {
-    engine.append(row.index(), random_tokens(test.depth, engine.vocab_size(), random));
-    produce(engine, row.index(), 1);
+    // One token each, so that no row waits for the next.
+    for (const int row : rows.indices()) {
+      engine.configure_row(row, {.max_length = test.depth + 1});
+    }
+    append_all(draw(test.depth));
+    produce(engine, rows, test.rows);
   }
   // A generation of its own begins with one given token, the others are the model's.
-  const auto prompt = random_tokens(std::max(test.prompt, 1), engine.vocab_size(), random);
+  const auto prompts = draw(std::max(test.prompt, 1));
+  const int produced = test.prompt > 0 ? 1 + test.generate : test.generate;
+  const int length = test.depth + std::max(test.prompt, 1) + produced;
   BenchResult result{test, {}, 0};
   for (int i = -1; i < repetitions; ++i) {
-    engine.keep_first(row.index(), test.depth);
-    // Not a token more than is counted: a loop on a device would run ahead.
-    const int produced = test.prompt > 0 ? 1 + test.generate : test.generate;
-    const int length = test.depth + static_cast<int>(prompt.size()) + produced;
-    engine.configure_row(row.index(), {.max_length = std::min(length, engine.max_seq_len())});
+    for (const int row : rows.indices()) {
+      engine.keep_first(row, test.depth);
+      // Not a token more than is counted: a loop on a device would run ahead.
+      engine.configure_row(row, {.max_length = std::min(length, engine.max_seq_len())});
+    }
     const auto begin = std::chrono::steady_clock::now();
-    engine.append(row.index(), prompt);
+    append_all(prompts);
     // The prompt's last step yields the first token, and each further step one more. With a prompt,
     // generating N tokens takes N steps behind the prompt's own.
-    produce(engine, row.index(), produced);
+    produce(engine, rows, test.rows * produced);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    if (i >= 0) result.tok_s.push_back(test.tokens() / seconds.count());
+    if (i >= 0) result.tok_s.push_back(test.rows * test.tokens() / seconds.count());
   }
   return result;
 }

@@ -14,14 +14,15 @@
 namespace pianola::cli {
 
 // `prompt` tokens computed at once and `generate` tokens one by one, behind `depth` tokens that are
-// in the cache already.
+// in the cache already; in each of `rows` sequences together.
 struct BenchTest {
   int prompt = 0;
   int generate = 0;
   int depth = 0;
-  // As llama-bench names them: "pp512", "tg64 @ d4096", "pp512+tg64".
+  int rows = 1;
+  // As llama-bench names them: "pp512", "tg64 @ d4096", "pp512+tg64"; "x8" for eight rows.
   std::string name() const;
-  int tokens() const { return prompt + generate; }
+  int tokens() const { return prompt + generate; }  // of one row
 };
 
 struct BenchResult {
@@ -40,7 +41,7 @@ struct BenchResult {
 // are left out.
 std::vector<BenchTest> bench_tests(const std::vector<int>& prompts,
                                    const std::vector<int>& generations,
-                                   const std::vector<int>& depths);
+                                   const std::vector<int>& depths, int rows);
 
 // Times the test after one run that is not counted. The tokens are random, by seed; choosing the
 // most likely next token is included. Throws Interrupted, and Error when the model fails.
