@@ -15,7 +15,9 @@ namespace {
 void reference_advance(const StepState& state, bool samples) {
   Plan plan;
   plan.shape.variant = samples ? StepVariant::kSample : StepVariant::kLogits;
-  reference::run(AdvanceOp{}, BoundPlan(plan, {.state = state}));
+  Binding binding;
+  binding.state = state;
+  reference::run(AdvanceOp{}, BoundPlan(plan, binding));
 }
 
 constexpr StepLimits kLimits = {

@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleArgs args, in
   const std::int32_t row_index = __ldcg(s.row_of + __ldcg(s.lane_of + t));
   const RowState* row = s.row + row_index;
   const bool sums = __ldcg(&row->sampling.want_logprob) != 0;
-  if (threadIdx.x == 0) shared.choice = load_choice(row, args.vocab);
+  if (threadIdx.x == 0) shared.choice() = load_choice(row, args.vocab);
   cluster.barrier_wait();
   if (position < 0) return;
 
   PartBest part = slice.keep<kWide>(raw, held, sums);
-  const Choice& c = shared.choice;  // a barrier later
+  const Choice& c = shared.choice();  // a barrier later
   if (c.bias_count > 0) slice.apply_bias(row, c.bias_count);
   if (c.penalizes) {
     slice.apply_penalties(c.p, s.history + static_cast<std::int64_t>(row_index) * s.history_stride,

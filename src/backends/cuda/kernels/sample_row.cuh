@@ -40,10 +40,10 @@ static_assert(kBins == 2 * kThreads && kSegments <= kThreads && kThreadsPerBin <
 
 // What a CTA tells the others about its slice.
 struct PartBest {
-  Ranked best = 0;       // after bias and penalties
-  double sum = 0;        // of exp(raw logit - max), when the row wants it
-  float max = 0;         // of the raw logits
-  std::int32_t bad = 0;  // a raw logit is NaN or +inf
+  Ranked best;       // after bias and penalties
+  double sum;        // of exp(raw logit - max), when the row wants it
+  float max;         // of the raw logits
+  std::int32_t bad;  // a raw logit is NaN or +inf
 };
 
 // How one row chooses.
@@ -64,7 +64,7 @@ struct Shared {
   int walked;      // id that a walk found
   int candidates;  // in CTA 0
   // This CTA's own.
-  Choice choice;
+  alignas(8) unsigned char choice_bytes[sizeof(Choice)];  // a Choice, without its constructor
   double prefix[kSegments];
   double warp_sum[kWarps];
   Ranked warp_best[kWarps];
@@ -72,6 +72,8 @@ struct Shared {
   int last;
   int low_bin;
   int high_bin;
+
+  __device__ Choice& choice() { return *reinterpret_cast<Choice*>(choice_bytes); }
 };
 
 // A logit row as one CTA of its cluster sees it.
@@ -106,7 +108,7 @@ class Slice {
  private:
   // The least logit that min-p keeps.
   __device__ double floor() const {
-    const float min_p = s_.choice.p.min_p;
+    const float min_p = s_.choice().p.min_p;
     return min_p > 0 ? static_cast<double>(max_) + log(static_cast<double>(min_p))
                      : -static_cast<double>(INFINITY);
   }
@@ -428,7 +430,7 @@ __device__ int Slice::walk(Weight&& weight, Threshold&& threshold) {
 
 // The histogram of the row in every CTA. Returns the row's probability mass when top-p needs it.
 __device__ double Slice::count_bins() {
-  const Choice& c = s_.choice;
+  const Choice& c = s_.choice();
   const int tid = static_cast<int>(threadIdx.x);
   for (int b = tid; b < kBins; b += kThreads) histogram()[b] = 0;
   if (tid == 0) {
@@ -476,7 +478,7 @@ __device__ double Slice::count_bins() {
 // Finds the bins in which the worst candidate can be, and returns how many logits are in high_bin
 // or better ones. The number of logits in a bin bounds their probability from both sides.
 __device__ int Slice::find_bins(double total) {
-  const Choice& c = s_.choice;
+  const Choice& c = s_.choice();
   const int tid = static_cast<int>(threadIdx.x);
   std::uint32_t number[2];
   double unused;
@@ -553,7 +555,7 @@ __device__ void Slice::gather(int high_bin) const {
 
 // CTA 0 alone: `count` candidates hold all that top-k and top-p keep.
 __device__ int Slice::finish(double total, int count) {
-  const Choice& c = s_.choice;
+  const Choice& c = s_.choice();
   const int tid = static_cast<int>(threadIdx.x);
   Ranked* list = candidates();
   const auto pad = [&](int from) {
@@ -626,7 +628,7 @@ __device__ int Slice::finish(double total, int count) {
 // A draw among the adjusted logits; `max` is the best after temperature. -1 when nothing is kept.
 // Only CTA 0 has to know the answer.
 __device__ int Slice::draw(float max) {
-  const Choice& c = s_.choice;
+  const Choice& c = s_.choice();
   max_ = max;
   each([&](int i) { logits()[i] = __fdiv_rn(logits()[i], c.p.temperature); });
   Cut cut;
