@@ -4,10 +4,10 @@
     python bench/compare_llama_cpp.py --pianola build/release/pianola -m MODEL.gguf -t 2 -r 5
 
 Needs a Python with llama-cpp-python (0.3.36 was used). Each round runs llama.cpp and pianola one
-after the other, each in a process of its own; the order changes from round to round. Reported are
-medians, and the median of the rounds' ratios. llama.cpp's figures hold no sampling, pianola's hold
-greedy sampling. A run during which other processes (or the host) took more than --max-foreign of
-the processors' time is thrown away and made again.
+after the other, each in a process of its own and one for each depth; the order changes from round
+to round. Reported are medians, and the median of the rounds' ratios. llama.cpp's figures hold no
+sampling, pianola's hold greedy sampling. A run begins when the machine is quiet; one during which
+other processes (or the host) took more than --max-foreign of the processors' time is made again.
 """
 import argparse
 import json
@@ -73,16 +73,17 @@ def run_llama(args):
                       "system": ll.llama_print_system_info().decode()}))
 
 
-def run_pianola(args):
-    command = [args.pianola, "bench", "-m", args.model, "-t", str(args.threads), "-p", str(args.prompt),
-               "-n", str(args.generate), "-d", ",".join(map(str, args.depths)), "-r", "1", "--json"]
+def run_pianola(args, depth):
+    command = [args.pianola, "bench", "-m", args.model, "-t", str(args.threads), "-d", str(depth), "-p",
+               str(0 if depth else args.prompt), "-n", str(args.generate), "-r", "1", "--json"]
     out = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {"tok_s": {r["test"]: r["tok_s"]["median"] for r in out["results"]},
             "peak_bytes": out["peak_memory_bytes"], "system": f"{out['build']}; {out['backend']}"}
 
 
-def run_llama_child(args):
-    command = [sys.executable, __file__, "--child"] + sys.argv[1:]
+def run_llama_child(args, depth):
+    command = [sys.executable, __file__, "--child", "-m", args.model, "-t", str(args.threads), "-d", str(depth),
+               "-p", str(args.prompt), "-n", str(args.generate)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -93,20 +94,27 @@ def busy_seconds():
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def quiet_run(run, args):
-    """The result of run(args), made again while others use the processors."""
+def foreign_share(work):
+    """(what work() returns, share of the processors' time that others took meanwhile)"""
+    busy, start = busy_seconds(), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = work()
+    wall = time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return result, max(0.0, busy_seconds() - busy - own) / (wall * os.cpu_count())
+
+
+def quiet_run(work, limit):
+    """The result of work(), begun when others leave the processors alone, made again if they did not."""
     while True:
-        busy, start = busy_seconds(), time.monotonic()
-        own = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = run(args)
-        wall = time.monotonic() - start
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        own = used.ru_utime + used.ru_stime - own.ru_utime - own.ru_stime
-        foreign = max(0.0, busy_seconds() - busy - own) / (wall * os.cpu_count())
-        if foreign <= args.max_foreign:
-            return {**result, "foreign": round(foreign, 4)}
-        print(f"  others took {foreign:.1%} of the processors: again", file=sys.stderr)
-        time.sleep(5)
+        if foreign_share(lambda: time.sleep(3))[1] <= limit:
+            result, foreign = foreign_share(work)
+            if foreign <= limit:
+                print("  " + ", ".join(f"{t} {v:.1f}" for t, v in result["tok_s"].items()), file=sys.stderr)
+                return {**result, "foreign": round(foreign, 4)}
+            print(f"  others took {foreign:.1%} of the processors: again", file=sys.stderr)
+        time.sleep(2)
 
 
 def main():
@@ -119,7 +127,7 @@ def main():
     parser.add_argument("-d", "--depths", type=lambda s: [int(x) for x in s.split(",")], default=[0, 4096])
     parser.add_argument("-r", "--rounds", type=int, default=5)
     parser.add_argument("--max-foreign", type=float, default=0.03, metavar="SHARE",
-                        help="of the processors' time, that others may take during a run")
+                        help="of the processors' time that others may take during a run")
     parser.add_argument("-o", "--output", help="write the result as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -127,22 +135,24 @@ def main():
         run_llama(args)
         return
 
-    runs = {"llama.cpp": [], "pianola": []}
-    for i in range(args.rounds):
-        order = ["llama.cpp", "pianola"] if i % 2 == 0 else ["pianola", "llama.cpp"]
-        for name in order:
-            print(f"round {i + 1} of {args.rounds}: {name}", file=sys.stderr)
-            runs[name].append(quiet_run(run_llama_child if name == "llama.cpp" else run_pianola, args))
-
-    tests = [t for t in runs["llama.cpp"][0]["tok_s"] if t in runs["pianola"][0]["tok_s"]]
+    runners = {"llama.cpp": run_llama_child, "pianola": run_pianola}
+    runs = {name: [] for name in runners}
     table = []
+    for depth in args.depths:
+        for i in range(args.rounds):
+            for name in list(runners)[::1 if i % 2 == 0 else -1]:
+                print(f"depth {depth}, round {i + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
+                runs[name].append(quiet_run(lambda: runners[name](args, depth), args.max_foreign))
+        of_depth = {name: runs[name][-args.rounds:] for name in runs}
+        for test in of_depth["llama.cpp"][0]["tok_s"]:
+            peer = [r["tok_s"][test] for r in of_depth["llama.cpp"]]
+            ours = [r["tok_s"][test] for r in of_depth["pianola"]]
+            table.append({"test": test, "llama_cpp": peer, "pianola": ours,
+                          "ratio": statistics.median(o / p for o, p in zip(ours, peer))})
     print(f"{'test':<16} {'llama.cpp':>12} {'pianola':>12} {'ratio':>7}   (tokens/s, medians of {args.rounds})")
-    for test in tests:
-        peer = [r["tok_s"][test] for r in runs["llama.cpp"]]
-        ours = [r["tok_s"][test] for r in runs["pianola"]]
-        ratio = statistics.median(o / p for o, p in zip(ours, peer))
-        print(f"{test:<16} {statistics.median(peer):>12.1f} {statistics.median(ours):>12.1f} {ratio:>7.2f}")
-        table.append({"test": test, "llama_cpp": peer, "pianola": ours, "ratio": ratio})
+    for row in table:
+        print(f"{row['test']:<16} {statistics.median(row['llama_cpp']):>12.1f} "
+              f"{statistics.median(row['pianola']):>12.1f} {row['ratio']:>7.2f}")
     for name in runs:
         peak = max(r["peak_bytes"] for r in runs[name])
         print(f"peak memory {name}: {peak / 2**20:.0f} MiB")

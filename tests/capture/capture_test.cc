@@ -176,7 +176,7 @@ class CaptureTest : public testing::TestWithParam<Case> {
 
   // The activations; scratch is the backend's own, which may keep counters in it.
   static void poison_workspace(Engine& engine) {
-    const Engine::Impl& e = EngineTestAccess::impl(engine);
+    const auto& e = EngineTestAccess::impl(engine);
     const std::vector<std::byte> poison(e.layout.workspace_bytes(), std::byte{0xFF});
     EngineTestAccess::write(engine, e.work_memory->data(), poison);
   }

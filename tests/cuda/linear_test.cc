@@ -226,7 +226,7 @@ TEST_P(LinearForms, ATokensBitsDoNotDependOnTheOthers) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Forms, LinearForms, ::testing::ValuesIn(kForms),
-                         [](const auto& info) { return std::string(dtype_name(info.param)); });
+                         [](const auto& form) { return std::string(dtype_name(form.param)); });
 
 TEST(Linear, NothingLiveWritesNothing) {
   Product product({DType::kBF16, 100, 256}, 8, 3);
