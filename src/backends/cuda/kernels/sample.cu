@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleArgs args, in
     return;
   }
   // The logits are on their way while the row's parameters are looked up.
-  float held[kHeld];
+  float held[kHeldPieces * kWide];
   slice.issue<kWide>(raw, held);
   const std::int32_t position = __ldcg(s.position + t);
   const std::int32_t row_index = __ldcg(s.row_of + __ldcg(s.lane_of + t));
@@ -81,15 +81,17 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleArgs args, in
     const int drawn = isinf(max) ? -1 : slice.draw(max);
     if (drawn >= 0) token = drawn;
   }
-  if (slice.rank() != 0 || threadIdx.x != 0) return;
+  if (slice.rank() != 0 || threadIdx.x >= 32) return;
   float logprob = 0;
   if (c.p.want_logprob && token >= 0) {
     float max;
     const double sum = slice.log_sum(max);
     logprob = static_cast<float>(static_cast<double>(load_activation(raw + token)) - max - sum);
   }
-  s.sampled[r] = token;
-  s.logprob[r] = logprob;
+  if (threadIdx.x == 0) {
+    s.sampled[r] = token;
+    s.logprob[r] = logprob;
+  }
 }
 
 int slice_width(int vocab) { return (vocab + 4 * kCluster - 1) / (4 * kCluster) * 4; }

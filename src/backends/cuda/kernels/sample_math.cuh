@@ -44,14 +44,18 @@ struct Cut {
 // exp() once in the code, which is large where it is inlined.
 __device__ __noinline__ double exp_of(double x) { return exp(x); }
 
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll 4
-  for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(kAllLanes, v, offset);
+// Sum over groups of kCount neighbouring lanes, the same in each of them.
+template <int kCount>
+__device__ __forceinline__ double group_sum(double v) {
+#pragma unroll
+  for (int offset = kCount / 2; offset; offset >>= 1) {
+    v += __shfl_xor_sync(kAllLanes, v, offset);
+  }
   return v;
 }
 // Sum over this lane and those before.
 __device__ __forceinline__ double warp_scan(double v) {
-#pragma unroll 4
+#pragma unroll
   for (int offset = 1; offset < 32; offset <<= 1) {
     const double other = __shfl_up_sync(kAllLanes, v, offset);
     if (threadIdx.x % 32 >= static_cast<unsigned>(offset)) v += other;
@@ -72,13 +76,9 @@ __device__ __forceinline__ double block_scan(double v, double* partial, double& 
   const double before = __shfl_up_sync(kAllLanes, inclusive, 1);
   if (lane == 31) partial[warp] = inclusive;
   __syncthreads();
-  double base = 0;
-  total = 0;
-#pragma unroll 4
-  for (int w = 0; w < kWarps; ++w) {
-    if (w == warp) base = total;
-    total += partial[w];
-  }
+  const double warps = warp_scan(partial[lane % kWarps]);
+  total = __shfl_sync(kAllLanes, warps, kWarps - 1);
+  const double base = warp ? __shfl_sync(kAllLanes, warps, warp - 1) : 0;
   __syncthreads();
   return lane ? base + before : base;
 }
@@ -98,7 +98,7 @@ __device__ double uniform(std::uint64_t seed, std::uint32_t choice, std::uint32_
   std::uint32_t c3 = 0;
   auto k0 = static_cast<std::uint32_t>(seed);
   auto k1 = static_cast<std::uint32_t>(seed >> 32);
-#pragma unroll 4
+#pragma unroll
   for (int round = 0; round < 10; ++round) {
     const std::uint32_t h0 = __umulhi(0xD2511F53U, c0);
     const std::uint32_t l0 = 0xD2511F53U * c0;

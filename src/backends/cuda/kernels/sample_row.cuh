@@ -27,7 +27,7 @@ namespace cg = cooperative_groups;
 
 inline constexpr int kCluster = 16;
 inline constexpr int kSegments = kCluster * kWarps;  // pieces of a row, each walked by one warp
-inline constexpr int kHeld = 16;                     // logits that a thread loads at once
+inline constexpr int kHeldPieces = 4;                // of kWide logits, that a thread loads at once
 inline constexpr int kBins = 1024;  // of the histogram; the last one takes all the rest
 inline constexpr float kBinsPerUnit = 32;
 inline constexpr double kBinSlack =
@@ -89,9 +89,10 @@ class Slice {
   __device__ int rank() const { return rank_; }
 
   template <int kWide>
-  __device__ void issue(const float* row, float (&held)[kHeld]) const;
+  __device__ void issue(const float* row, float (&held)[kHeldPieces * kWide]) const;
   template <int kWide>
-  __device__ PartBest keep(const float* row, const float (&held)[kHeld], bool sums) const;
+  __device__ PartBest keep(const float* row, const float (&held)[kHeldPieces * kWide],
+                           bool sums) const;
   __device__ void apply_bias(const RowState* row, int bias_count) const;
   __device__ void apply_penalties(const SamplingState& p, const TokenId* history, int length) const;
   __device__ Ranked best() const;
@@ -106,11 +107,12 @@ class Slice {
   }
 
  private:
-  // The least logit that min-p keeps.
-  __device__ double floor() const {
+  // The least key that min-p keeps, and never that of -inf.
+  __device__ std::uint32_t floor_key() const {
     const float min_p = s_.choice().p.min_p;
-    return min_p > 0 ? static_cast<double>(max_) + log(static_cast<double>(min_p))
-                     : -static_cast<double>(INFINITY);
+    const double floor = static_cast<double>(max_) + log(static_cast<double>(min_p));
+    const std::uint32_t lowest = key_of(-INFINITY) + 1;
+    return min_p > 0 ? max(lowest, key_of(__double2float_ru(floor))) : lowest;
   }
   // Counts of the penalties, then histograms and candidates.
   __device__ unsigned char* area() const {
@@ -122,6 +124,7 @@ class Slice {
   }
   template <typename F>
   __device__ void each(F&& f) const {
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < count_; i += kThreads) f(i);
   }
   __device__ std::uint32_t* histogram() const { return reinterpret_cast<std::uint32_t*>(area()); }
@@ -161,9 +164,10 @@ class Slice {
 // --- from the logits to the best one ---
 
 template <int kWide>
-__device__ __forceinline__ void Slice::issue(const float* row, float (&held)[kHeld]) const {
+__device__ __forceinline__ void Slice::issue(const float* row,
+                                             float (&held)[kHeldPieces * kWide]) const {
 #pragma unroll
-  for (int j = 0; j < kHeld; j += kWide) {
+  for (int j = 0; j < kHeldPieces * kWide; j += kWide) {
     const int at = j * kThreads + static_cast<int>(threadIdx.x) * kWide;
     if (at >= count_) continue;
     if constexpr (kWide == 4) {
@@ -180,7 +184,8 @@ __device__ __forceinline__ void Slice::issue(const float* row, float (&held)[kHe
 
 // Puts the slice into shared memory. `held` is what issue() loaded; the rest is loaded here.
 template <int kWide>
-__device__ __forceinline__ PartBest Slice::keep(const float* row, const float (&held)[kHeld],
+__device__ __forceinline__ PartBest Slice::keep(const float* row,
+                                                const float (&held)[kHeldPieces * kWide],
                                                 bool sums) const {
   float most = -INFINITY;
   int id = INT_MAX;
@@ -202,10 +207,10 @@ __device__ __forceinline__ PartBest Slice::keep(const float* row, const float (&
   };
   const int first = static_cast<int>(threadIdx.x) * kWide;
 #pragma unroll
-  for (int j = 0; j < kHeld; j += kWide) {
+  for (int j = 0; j < kHeldPieces * kWide; j += kWide) {
     if (j * kThreads + first < count_) take(j * kThreads + first, held + j);
   }
-  for (int at = kHeld * kThreads + first; at < count_; at += kThreads * kWide) {
+  for (int at = kHeldPieces * kWide * kThreads + first; at < count_; at += kThreads * kWide) {
     float v[kWide];
 #pragma unroll
     for (int e = 0; e < kWide; ++e) v[e] = load_activation(row + base_ + at + e);
@@ -290,37 +295,30 @@ __device__ __forceinline__ Ranked Slice::tell(const PartBest& part, bool& bad) c
   return warp_best(one.best);
 }
 
-// log of the sum of exp(raw logit - max) over the row.
+// log of the sum of exp(raw logit - max) over the row, by one warp.
 __device__ double Slice::log_sum(float& max) const {
-  max = -INFINITY;
-  for (int i = 0; i < kCluster; ++i) max = fmaxf(max, s_.part[i].max);
+  const PartBest& one = s_.part[threadIdx.x % kCluster];
+  max = warp_max(one.max);
   double sum = 0;
-  for (int i = 0; i < kCluster; ++i) {
-    const PartBest& one = s_.part[i];
-    if (one.sum > 0)
-      sum += one.sum * exp_of(static_cast<double>(one.max) - static_cast<double>(max));
-  }
-  return log(sum);
+  if (one.sum > 0) sum = one.sum * exp_of(static_cast<double>(one.max) - static_cast<double>(max));
+  return log(group_sum<kCluster>(sum));
 }
 
 // --- sums and searches over the row ---
 
 // Sum over all threads of the cluster, the same in each.
 __device__ double Slice::row_sum(double v) {
-  v = warp_sum(v);
+  v = group_sum<32>(v);
   if (threadIdx.x % 32 == 0) s_.warp_sum[threadIdx.x / 32] = v;
   __syncthreads();
   double* slots = s_.exchange[turn_];
-  if (threadIdx.x < kCluster) {
-    double sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += s_.warp_sum[w];
-    peer(slots, static_cast<int>(threadIdx.x))[rank_] = sum;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (threadIdx.x < 32) {
+    const double sum = group_sum<kWarps>(s_.warp_sum[lane % kWarps]);
+    if (lane < kCluster) peer(slots, lane)[rank_] = sum;
   }
   cg::this_cluster().sync();
-  double sum = 0;
-#pragma unroll 1
-  for (int i = 0; i < kCluster; ++i) sum += slots[i];
+  const double sum = group_sum<kCluster>(slots[lane % kCluster]);
   turn_ ^= 1;
   return sum;
 }
@@ -389,8 +387,9 @@ __device__ int Slice::walk(Weight&& weight, Threshold&& threshold) {
     s_.walked = -1;
   }
   double sum = 0;
+#pragma unroll 1
   for (int i = begin + lane; i < end; i += 32) sum += weight(i);
-  sum = warp_sum(sum);
+  sum = group_sum<32>(sum);
   if (lane < kCluster) peer(s_.segment, lane)[rank_ * kWarps + warp] = sum;
   cg::this_cluster().sync();
 
@@ -590,16 +589,15 @@ __device__ int Slice::finish(double total, int count) {
   weigh_own(0);
   double all;
   double reached = block_scan(sum, s_.warp_sum, all);
-  const double floor = this->floor();
+  const std::uint32_t floor = floor_key();
   const double target = static_cast<double>(c.p.top_p) * (c.cuts_k ? all : total);
 #pragma unroll
   for (int e = 0; e < kMost; ++e) {
     const int i = tid * each + e;
     if (e >= each || i >= kept) break;
     reached += masses[e];
-    const float logit = logit_of(list[i]);
     if (c.cuts_p && reached >= target) atomicMin(&s_.last, i + 1);
-    if (!(logit > -INFINITY && static_cast<double>(logit) >= floor)) atomicMin(&s_.last, i);
+    if (static_cast<std::uint32_t>(list[i] >> 32) < floor) atomicMin(&s_.last, i);
   }
   __syncthreads();
   kept = s_.last;
@@ -654,12 +652,11 @@ __device__ int Slice::draw(float max) {
       cut = cut_at<true>(static_cast<double>(c.p.top_p) * total, low, high, cut);
     }
   }
-  const double floor = this->floor();
+  const std::uint32_t floor = floor_key();
+  if (floor > cut.key) cut = {floor, INT_MAX};
   const auto weight = [&](int i) {
     const float logit = logits()[i];
-    const bool keeps = logit > -INFINITY && static_cast<double>(logit) >= floor &&
-                       cut.keeps(key_of(logit), base_ + i);
-    return keeps ? mass(logit) : 0.0;
+    return cut.keeps(key_of(logit), base_ + i) ? mass(logit) : 0.0;
   };
   return walk(weight, [&](double total) {
     return __dmul_rn(total,
