@@ -40,6 +40,7 @@ bool is_gemm_form(const WeightDecl& decl) {
 struct Sizes {
   int kv_heads = 0, heads = 0, value_dim = 0;
   std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, vocab = 0, score_vocab = 0;
+  std::int64_t head_width = 0;
 };
 
 Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
@@ -69,8 +70,10 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
     } else if (const auto* h = std::get_if<LmHeadOp>(&op)) {
       s.vocab = std::max(s.vocab, decl(h->weight).rows);
+      s.head_width = std::max(s.head_width, decl(h->weight).cols);
     } else if (const auto* c = std::get_if<ScoreOp>(&op)) {
       s.score_vocab = std::max(s.score_vocab, decl(c->weight).rows);
+      s.head_width = std::max(s.head_width, decl(c->weight).cols);
     }
   }
   return s;
@@ -98,6 +101,8 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
   if (s.vocab > 0 && plan.shape.variant == StepVariant::kSample) {
     c.sample = pieces.take(sample_scratch_bytes(plan.shape.logit_rows, static_cast<int>(s.vocab)));
   }
+  c.linear = pieces.take(linear_scratch_bytes(
+      plan.shape.tokens, static_cast<int>(std::max({s.widest, s.ff, s.head_width}))));
   c.k = pieces.take(tokens * size_of(s.k_width) * sizeof(float));
   c.v = pieces.take(tokens * size_of(s.v_width) * sizeof(float));
   c.gate = pieces.take(tokens * size_of(s.ff) * sizeof(float));
@@ -152,9 +157,11 @@ void StepKernels::choose_products() {
 
 Launch StepKernels::launch(cudaStream_t stream) const {
   // Chunks keep plain edges: their kernels fill the device.
+  const bool dependent = options_.dependent_launch && class_ == StepClass::kDecode;
   return {.stream = stream,
           .sms = multiprocessors_,
-          .dependent = options_.dependent_launch && class_ == StepClass::kDecode};
+          .dependent = dependent,
+          .dependent_inside = dependent};
 }
 
 void StepKernels::issue(cudaStream_t stream, const cudaGraphConditionalHandle* handle) const {
@@ -227,9 +234,13 @@ void StepKernels::run(const NormOp& op, std::size_t, const Launch& l) const {
 }
 
 void StepKernels::multiply(LinearArgs args, int count, const Launch& l) const {
+  args.scratch = scratch<std::byte>(layout_.linear);
+  args.in_rows = tokens();
+  Launch next = l;
   for (args.first = 0; args.first < count; args.first += kDecodeTokens) {
     args.tokens = std::min(kDecodeTokens, count - args.first);
-    linear(args, l);
+    linear(args, next);
+    next.dependent = l.dependent_inside;
   }
 }
 
@@ -306,7 +317,7 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
       args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out, weight.rows};
     }
     multiply(args, tokens(), next);
-    next.dependent = options_.dependent_launch && class_ == StepClass::kDecode;
+    next.dependent = l.dependent_inside;
   }
 }
 
@@ -391,7 +402,7 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
   auto* hidden = scratch<float>(layout_.gate);
   auto* raw_up = scratch<float>(layout_.up);
   Launch next = l;
-  const bool dependent = options_.dependent_launch && class_ == StepClass::kDecode;
+  const bool dependent = l.dependent_inside;
   if (same_form(gate, up)) {
     args.parts = 2;
     args.end = LinearEnd::kGated;
@@ -442,6 +453,8 @@ void StepKernels::run(const ScoreOp& op, std::size_t, const Launch& l) const {
   args.count = logit_count();
   args.gather = bound_.state().logit_token;
   args.out_first = true;
+  args.scratch = scratch<std::byte>(layout_.linear);
+  args.in_rows = tokens();
   args.part[0] = {weight, nullptr, logits, weight.rows};
   for (args.first = 0; args.first < logit_rows(); args.first += kDecodeTokens) {
     args.tokens = std::min(kDecodeTokens, logit_rows() - args.first);

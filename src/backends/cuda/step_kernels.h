@@ -29,6 +29,7 @@ struct CudaOptions {
 struct CudaScratch {
   std::size_t attention = 0;
   std::size_t sample = 0;
+  std::size_t linear = 0;  // of linear()
   std::size_t k = 0;       // [tokens, kv_heads * key_dim] f32
   std::size_t v = 0;       // [tokens, kv_heads * value_dim] f32
   std::size_t gate = 0;    // [tokens, ff] f32, or bf16 in the chunk class

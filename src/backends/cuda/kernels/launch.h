@@ -18,6 +18,7 @@ struct Launch {
   cudaStream_t stream = nullptr;
   int sms = 1;             // multiprocessors of the device
   bool dependent = false;  // programmatic dependent launch edge from the kernel before
+  bool dependent_inside = false;  // the same between the kernels of one op
 };
 
 // Throws Device naming the kernel when the launch is refused.

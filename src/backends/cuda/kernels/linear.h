@@ -39,13 +39,17 @@ struct LinearArgs {
   const float* residual = nullptr;     // [tokens, part[0].ld] or null; may be part[0].out
   const std::int32_t* count = nullptr; // [1] live tokens (or logit rows)
   const std::int32_t* gather = nullptr;  // [count] input row of each token, or null: the same index
+  int in_rows = 1;                       // rows of `in`, when there is a gather
+  std::byte* scratch = nullptr;          // linear_scratch_bytes()
   int tokens = 1;  // of the bucket: the most there can be, <= kDecodeTokens
   // A larger step is computed in several launches: this one takes live tokens from `first` on.
   int first = 0;
   bool out_first = false;  // its results go to rows 0, 1, ... of `out`
 };
 
-// Throws Unsupported for more than kDecodeTokens tokens.
+// For activations that do not fit a block's shared memory: prepared once, read by all.
+std::size_t linear_scratch_bytes(int tokens, int widest_cols);
+
 void linear(const LinearArgs& args, const Launch& launch);
 
 }  // namespace pianola::cuda
