@@ -36,7 +36,7 @@ Value Interpreter::evaluate(NodeId id, Scope& scope) {
   while (spine_.size() > base) {
     const Node& node = template_.nodes[spine_.back()];
     spine_.pop_back();
-    value = apply(node, std::move(value), scope);
+    value = apply(node, value, scope);
   }
   return value;
 }
@@ -86,7 +86,7 @@ Value Interpreter::evaluate_leaf(const Node& node, Scope& scope) {
   sandbox_.unsupported("this expression");
 }
 
-Value Interpreter::apply(const Node& node, Value input, Scope& scope) {
+Value Interpreter::apply(const Node& node, const Value& input, Scope& scope) {
   sandbox_.step();
   sandbox_.line = node.line;
   switch (node.kind) {

@@ -101,7 +101,7 @@ class Interpreter {
   // Expressions: jinja_expressions.cc.
   Value evaluate(NodeId id, Scope& scope);
   Value evaluate_leaf(const Node& node, Scope& scope);
-  Value apply(const Node& node, Value input, Scope& scope);
+  Value apply(const Node& node, const Value& input, Scope& scope);
   Value apply_filter_node(const Node& node, const Value& input, Scope& scope);
   Value evaluate_compare(const Node& node, Scope& scope);
   Value evaluate_concat(const Node& node, Scope& scope);

@@ -159,7 +159,7 @@ Value format(Interpreter& in, const Value& value, Arguments& arguments) {
 
 Value escape(Interpreter& in, const Value& value, Arguments& arguments) {
   const Bound bound(in.sandbox(), "escape", arguments, {});
-  const Value text = soft(in, value);
+  Value text = soft(in, value);
   if (text.as_text().markup) return text;
   in.sandbox().scan(text.str().size());
   return in.sandbox().string(escape_html(text.str()), true);

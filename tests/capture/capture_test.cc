@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <filesystem>
 
@@ -125,8 +126,8 @@ class CaptureTest : public testing::TestWithParam<Case> {
           for (int h = 0; h < view.kv_heads; ++h) {
             const auto at = static_cast<std::ptrdiff_t>(
                 cache_index(p, h, view.kv_heads, view.key_dim) * element);
-            const auto size = static_cast<std::ptrdiff_t>(view.key_dim) *
-                              static_cast<std::ptrdiff_t>(element);
+            const auto size =
+                static_cast<std::ptrdiff_t>(view.key_dim) * static_cast<std::ptrdiff_t>(element);
             bytes.insert(bytes.end(), slot.begin() + at, slot.begin() + at + size);
           }
         }
@@ -283,7 +284,8 @@ TEST_P(CaptureTest, GoingBackAndAppendingAgainGivesTheSameBits) {
                                               all.size() - 1 - static_cast<std::size_t>(keep)));
     while (engine.has_work()) record(engine.step(), again);
     EXPECT_EQ(again[0].tokens, std::vector<TokenId>{all.back()}) << "kept " << keep;
-    EXPECT_EQ(std::memcmp(&again[0].logprobs[0], &first[0].logprobs.back(), sizeof(float)), 0);
+    EXPECT_EQ(std::bit_cast<std::uint32_t>(again[0].logprobs[0]),
+              std::bit_cast<std::uint32_t>(first[0].logprobs.back()));
     EXPECT_EQ(stored(engine, row), bytes) << "kept " << keep;
   }
 }
@@ -370,7 +372,8 @@ TEST_P(CaptureTest, AStreamIsItsStepsAndItsOverrunIsRolledBack) {
 
 // Two callers that stream their own rows in turn: each run ends the other's, and no token is lost.
 TEST_P(CaptureTest, StreamsThatTakeTurnsLoseNothing) {
-  const Trace alone[2] = {solo(prompt(81, 9), options(1, 80)), solo(prompt(82, 30), options(2, 90))};
+  const Trace alone[2] = {solo(prompt(81, 9), options(1, 80)),
+                          solo(prompt(82, 30), options(2, 90))};
   Engine engine = make_engine(2);
   std::vector<Trace> traces(2);
   int rows[2];

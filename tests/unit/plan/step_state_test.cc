@@ -45,9 +45,14 @@ std::vector<Region> regions(const StepState& s, const StepLimits& limits) {
 
 std::vector<Region> shared_regions(const StepState& s) {
   const auto n = [](int count) { return static_cast<std::size_t>(count); };
-  return {region("ring_head", s.ring_head, 1),
-          region("ring_tail", s.ring_tail, 1),
+  return {region("ring_head", s.ring_head, 1), region("ring_tail", s.ring_tail, 1),
           region("ring", s.ring, n(s.ring_capacity))};
+}
+
+// The layout only computes addresses, so a base that holds nothing will do.
+std::byte* made_up(int bit) {
+  return reinterpret_cast<std::byte*>(  // NOLINT(performance-no-int-to-ptr)
+      std::uintptr_t{1} << bit);
 }
 
 void expect_apart(std::vector<Region> all, const std::byte* base, std::size_t bytes) {
@@ -68,9 +73,8 @@ TEST(StepStateLayout, TablesAreApartAlignedAndInside) {
        {StepLimits{}, StepLimits{1, 1, 1, 1, 1}, StepLimits{3, 777, 65, 3, 7},
         StepLimits{64, 8192, 512, 64, 64}, StepLimits{1024, 33, 8192, 1024, 8192}}) {
     const StepStateLayout layout(limits);
-    // The layout only computes addresses, so a made-up base will do.
-    auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
-    auto* shared = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 41);
+    std::byte* base = made_up(40);
+    std::byte* shared = made_up(41);
     const StepState state = layout.bind(base, shared);
     EXPECT_EQ(state.rows, limits.rows);
     EXPECT_GE(state.history_stride, limits.max_seq_len + 1) << "room for the last sampled token";
@@ -82,8 +86,8 @@ TEST(StepStateLayout, TablesAreApartAlignedAndInside) {
 
 TEST(StepStateLayout, BindIsAPureFunctionOfItsBases) {
   const StepStateLayout layout({2, 100, 32, 2, 2});
-  auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
-  auto* shared = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 41);
+  std::byte* base = made_up(40);
+  std::byte* shared = made_up(41);
   const StepState a = layout.bind(base, shared);
   const StepState b = layout.bind(base, shared);
   const StepState moved = layout.bind(base + 4096, shared + 8192);
