@@ -15,6 +15,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -293,6 +294,7 @@ class Step {
     position_ = DeviceArray<std::int32_t>(position);
     lane_of_ = DeviceArray<std::int32_t>(lane_of);
     first_ = DeviceArray<std::int32_t>(first);
+    row_of.resize(32, 1 << 20);  // as long as StepStateLayout makes it
     row_of_ = DeviceArray<std::int32_t>(row_of);
     counts_ = DeviceArray<StepCounts>({counts});
     q_ = DeviceArray<float>(q);
@@ -592,6 +594,43 @@ TEST(Attend, LengthsAtEdges) {
       for (int i = 0; i < 20; ++i) lanes.push_back({19 - i, {edges[i]}});
       check_decode(shape, lanes, 32);
       if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Alone, a token's work is spread over more thread blocks than in a large step.
+TEST(Attend, AloneAndTogetherGiveTheSameBits) {
+  const std::vector<int> positions = {0,    5,    63,   64,   200,  511,  512,  1023, 1024,
+                                      1087, 1500, 2047, 2048, 3071, 4095, 6000, 8191};
+  for (const auto& [dtype, heads, kv_heads, dim] : {std::tuple{DType::kBF16, 32, 8, 64},
+                                                    {DType::kBF16, 6, 2, 128},
+                                                    {DType::kF16, 9, 1, 80},
+                                                    {DType::kF32, 4, 2, 64},
+                                                    {DType::kF16, 2, 2, 256}}) {
+    Shape shape;
+    shape.dtype = dtype;
+    shape.heads = heads;
+    shape.kv_heads = kv_heads;
+    shape.key_dim = shape.value_dim = dim;
+    shape.capacity = 8192;
+    shape.slots = static_cast<int>(positions.size());
+    std::vector<Lane> lanes;
+    for (int i = 0; i < shape.slots; ++i) lanes.push_back({i, {positions[std::size_t(i)]}});
+    Layer layer(shape, lengths_before(lanes));
+    const Result together = run(layer, lanes, 64, Route::kFused);
+    const std::size_t width = std::size_t(heads * dim);
+    Launch on;
+    on.sms = multiprocessors();
+    for (std::size_t i = 0; i < lanes.size(); ++i) {
+      for (const int bucket : {1, 4}) {
+        for (const Route route : {Route::kFused, Route::kSeparate}) {
+          const Step step(layer, {lanes[i]}, bucket);
+          launch(step, route, on);
+          ok(cudaDeviceSynchronize());
+          ASSERT_TRUE(same_bits(step.read_out().data(), together.out.data() + i * width, width))
+              << shape.name() << " position " << positions[i] << " bucket " << bucket;
+        }
+      }
     }
   }
 }

@@ -10,10 +10,10 @@ namespace pianola::cuda {
 
 // What remains of QkvOp after its products: head norms, rope, and the append to the cache.
 struct HeadsArgs {
-  const float* q = nullptr;  // [tokens, heads * key_dim] raw
-  const float* k = nullptr;  // [tokens, kv_heads * key_dim] raw
-  const float* v = nullptr;  // [tokens, kv_heads * value_dim] raw
-  float* q_out = nullptr;    // [tokens, heads * key_dim]; may be q
+  const float* q = nullptr;       // [tokens, heads * key_dim] raw
+  const float* k = nullptr;       // [tokens, kv_heads * key_dim] raw
+  const float* v = nullptr;       // [tokens, kv_heads * value_dim] raw
+  float* q_out = nullptr;         // [tokens, heads * key_dim]; may be q
   const float* q_norm = nullptr;  // [key_dim] or null
   const float* k_norm = nullptr;
   float q_norm_eps = 0;
@@ -35,7 +35,7 @@ struct AttentionArgs {
   LayerCacheView cache;
   StepState state;
   int tokens = 1;                // of the bucket
-  std::byte* scratch = nullptr;  // attention_scratch_bytes(), zeroed once at load
+  std::byte* scratch = nullptr;  // attention_scratch_bytes(), zeroed once at load: attend_chunk()
 };
 
 // Whether there is a kernel for these widths.
@@ -44,7 +44,7 @@ inline bool attention_supported(int heads, int kv_heads, int key_dim, int value_
          value_dim <= 256;
 }
 
-// Bytes of scratch for partial results; counters in it return to zero after every launch.
+// Bytes of scratch, for any shape; counters in it return to zero after every launch.
 std::size_t attention_scratch_bytes(int tokens, int heads, int kv_heads, int value_dim,
                                     int capacity);
 
@@ -52,11 +52,15 @@ std::size_t attention_scratch_bytes(int tokens, int heads, int kv_heads, int val
 void finish_heads(const HeadsArgs& args, const Launch& launch);
 
 // Decode class: at most kDecodeTokens tokens with `heads`; without, more are taken kDecodeTokens at
-// a time (chunks in the order of the decode class). Work items are (token, kv head, split); the split is
-// fixed by the token's own position, so a token's result has the same bits whatever else the step
-// holds. `heads` is not null when finish_heads() has not run: the kernel then does its work first
-// (q in registers; keys and values of the step's tokens are stored by the block that owns their
-// split, and used from there), with the same arithmetic as finish_heads().
+// a time (chunks in the order of the decode class). A cluster of thread blocks serves a (token, kv
+// head); how its positions are split is fixed by the token's own position, so a token's result has
+// the same bits whatever else the step holds. `heads` is not null when finish_heads() has not run:
+// the kernel then does its work first (q in registers; keys and values of the step's tokens are
+// stored by the block that reads them, and used from there), with the same arithmetic as
+// finish_heads().
+// With `launch.dependent`, the kernel reads StepState's tables, and with `heads` also keys and
+// values of positions before the step, before it waits: no kernel of a step writes them but its
+// last, and the first kernel of a step is not launched as a dependent one.
 void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& launch);
 
 // Chunk class, any number of tokens; finish_heads() has run. Tensor cores; an f32 cache takes

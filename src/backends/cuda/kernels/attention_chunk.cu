@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
   Memory& memory = *reinterpret_cast<Memory*>(shared);
   allow_next();
   wait_for_previous();
-  int* counters = reinterpret_cast<int*>(args.scratch + kUnitCounterBytes);
+  int* counters = reinterpret_cast<int*>(args.scratch);
   for (;;) {
     if (threadIdx.x == 0) memory.next = atomicAdd(counters, 1);
     __syncthreads();

@@ -13,11 +13,8 @@ namespace pianola::cuda {
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr float kLog2e = 1.4426950408889634F;
 
-// Scratch begins with counters whose place depends on no shape, so that Programs of any bucket can
-// share one scratch: one counter for each (token, part of a kv head), then two for attend_chunk().
-inline constexpr int kMaxUnits = 256;  // kv heads times parts of their groups
-inline constexpr std::size_t kUnitCounterBytes = std::size_t{64} * kMaxUnits * sizeof(int);
-inline constexpr std::size_t kCounterBytes = kUnitCounterBytes + 256;
+// Scratch is attend_chunk()'s two counters; attend() needs none.
+inline constexpr std::size_t kCounterBytes = 256;
 
 // Throws Unsupported unless both widths are multiples of 8 and at most kMaxHeadDim.
 void check_attention_shape(const LayerCacheView& cache, int heads);
@@ -74,6 +71,16 @@ __device__ __forceinline__ std::uint32_t pack<__half>(float low, float high) {
 template <>
 __device__ __forceinline__ std::uint32_t pack<__nv_bfloat16>(float low, float high) {
   return pack_bf16(low, high);
+}
+
+// Two neighbours, as they go to a cache.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* to, float low, float high) {
+  if constexpr (std::is_same_v<T, float>) {
+    *reinterpret_cast<float2*>(to) = make_float2(low, high);
+  } else {
+    *reinterpret_cast<std::uint32_t*>(to) = pack<T>(low, high);
+  }
 }
 
 // x = high + low, each of the 16-bit type.
@@ -194,20 +201,63 @@ __device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, Rop
   for (int n = 0; n < N; ++n) {
     const int pair = lane + 32 * n;
     const bool inside = pair < dim / 2;
-    x.a[n] = inside ? load_activation(raw + pair_first(style, pair)) : 0.0F;
-    x.b[n] = inside ? load_activation(raw + pair_second(style, pair, dim / 2)) : 0.0F;
+    if (style == RopeStyle::kHalf) {
+      x.a[n] = inside ? load_activation(raw + pair) : 0.0F;
+      x.b[n] = inside ? load_activation(raw + pair + dim / 2) : 0.0F;
+    } else {
+      const float2 both =
+          inside ? __ldcg(reinterpret_cast<const float2*>(raw) + pair) : make_float2(0, 0);
+      x.a[n] = both.x;
+      x.b[n] = both.y;
+    }
+  }
+  return x;
+}
+// The weights of a norm, which no kernel writes; 1 without a norm.
+template <int N>
+__device__ __forceinline__ HeadPairs<N> load_norm(const float* norm, int dim, RopeStyle style) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  HeadPairs<N> x;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int pair = lane + 32 * n;
+    const bool inside = norm && pair < dim / 2;
+    x.a[n] = inside ? __ldg(norm + pair_first(style, pair)) : 1.0F;
+    x.b[n] = inside ? __ldg(norm + pair_second(style, pair, dim / 2)) : 1.0F;
   }
   return x;
 }
 
+// Of the same pairs.
+template <int N>
+struct Turns {
+  Turn pair[N];
+};
+template <int N>
+__device__ __forceinline__ Turns<N> make_turns(const float (&frequencies)[N], int position,
+                                               float factor) {
+  Turns<N> turns;
+#pragma unroll
+  for (int n = 0; n < N; ++n) turns.pair[n] = turn(position, frequencies[n], factor);
+  return turns;
+}
+template <int N>
+__device__ __forceinline__ void load_frequencies(float (&frequencies)[N], const HeadsArgs& args) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int pair = (static_cast<int>(threadIdx.x) & 31) + 32 * n;
+    frequencies[n] = pair < args.cache.key_dim / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
+  }
+}
+
 // store(i, value) receives each element of the finished head.
 template <int N, typename Store>
-__device__ __forceinline__ void finish_head(HeadPairs<N> x, int dim, int position,
-                                            const HeadsArgs& args, const float* norm, float eps,
-                                            Store&& store) {
+__device__ __forceinline__ void finish_head(const HeadPairs<N>& x, int dim, RopeStyle style,
+                                            bool normed, const HeadPairs<N>& weights, float eps,
+                                            const Turns<N>& turns, Store&& store) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float scale = 1;
-  if (norm) {
+  if (normed) {
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -222,17 +272,15 @@ __device__ __forceinline__ void finish_head(HeadPairs<N> x, int dim, int positio
   for (int n = 0; n < N; ++n) {
     const int pair = lane + 32 * n;
     if (pair >= dim / 2) continue;
-    const int first = pair_first(args.style, pair);
-    const int second = pair_second(args.style, pair, dim / 2);
     float a = x.a[n];
     float b = x.b[n];
-    if (norm) {
-      a = __fmul_rn(__fmul_rn(a, scale), norm[first]);
-      b = __fmul_rn(__fmul_rn(b, scale), norm[second]);
+    if (normed) {
+      a = __fmul_rn(__fmul_rn(a, scale), weights.a[n]);
+      b = __fmul_rn(__fmul_rn(b, scale), weights.b[n]);
     }
-    const Turn t = turn(position, args.inverse_frequencies[pair], args.attention_factor);
-    store(first, __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)));
-    store(second, __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)));
+    const Turn t = turns.pair[n];
+    store(pair_first(style, pair), __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)));
+    store(pair_second(style, pair, dim / 2), __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)));
   }
 }
 

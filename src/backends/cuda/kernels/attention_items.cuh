@@ -1,7 +1,13 @@
-// The work items of attend() and what happens before and after a block reads its keys and values.
+// The work of attend() and what happens before and after a block reads its keys and values.
 //
-// An item is (token, part of a kv head's group of heads, split of the token's positions). Items are
-// numbered from the step's tables on the device, so a launch knows nothing of lengths.
+// A cluster of blocks serves one (token, part of a kv head's group of heads): an item. The token's
+// positions are blocks of 64; block b belongs to rank b % ranks, and a rank to the thread block
+// rank % cluster size. Each rank's part of the result goes to the shared memory of the thread
+// blocks that add the parts, in an order fixed by the token's position alone: how large the
+// clusters are changes no bit.
+//
+// Everything that a step's earlier kernels do not write is read before wait_for_previous(): the
+// step's tables, constants, and keys and values of positions before the step.
 #pragma once
 
 #include <climits>
@@ -15,181 +21,127 @@ inline constexpr int kItemThreads = 128;
 inline constexpr int kItemWarps = kItemThreads / 32;
 inline constexpr int kItemHeads = 8;  // of one group that an item serves
 inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
-inline constexpr int kMostSplits = 64;
+inline constexpr int kMostRanks = 16;
+// Below every score: finite, so that a tile without a position multiplies by 1.
+inline constexpr float kNoScore = -1e30F;
 
 struct DecodeParams {
   AttentionArgs attention;
   HeadsArgs heads;
-  bool fused = false;    // heads are to be finished here
-  bool early = false;    // the kernel before may still run: fetch keys and values meanwhile
-  int first = 0;         // first token of the launch
-  int tokens = 1;        // of the launch, <= kDecodeTokens
-  int group = 1;         // heads of a kv head
-  int parts = 1;         // of a group, kItemHeads heads each
-  int log_splits = 5;    // at most 1 << log_splits splits of a token
-  int split_stride = 1;  // splits that scratch holds for a head
+  bool fused = false;   // heads are to be finished here
+  int first = 0;        // first token of the launch
+  int tokens = 1;       // of the launch, <= kDecodeTokens
+  int group = 1;        // heads of a kv head
+  int parts = 1;        // of a group, kItemHeads heads each
+  int log_cluster = 0;  // blocks of a cluster, at most kMostRanks
+  int part_floats = 0;  // of ItemMemory::part
 };
 
-__host__ __device__ inline int log_most_splits(int units) { return units >= 8 ? 5 : 6; }
-// 64 positions, doubled until the token's positions fit in 1 << log_splits splits: a function of
-// the position alone.
-__device__ __forceinline__ int log_split_size(int position, int log_splits) {
-  return 6 + (32 - __clz(position >> (6 + log_splits)));
+// Columns (of four floats) of an item that one thread block adds up, when `active` share them.
+__host__ __device__ inline int log_slice(int columns, int active) {
+  int log = 0;
+  while (active << log < columns) ++log;
+  return log;
 }
 
-// Partial results of a head, by token and head: [split_stride, value_dim] sums relative to the
-// split's largest score, then [split_stride] pairs of that score (base 2) and the weights' sum.
-__device__ __forceinline__ float* partial_sums(const DecodeParams& p, int token, int head) {
-  float* base = reinterpret_cast<float*>(p.attention.scratch + kCounterBytes);
-  const std::size_t index = static_cast<std::size_t>(token) * p.attention.heads + head;
-  return base + index * p.split_stride * p.attention.cache.value_dim;
-}
-__device__ __forceinline__ float2* partial_scores(const DecodeParams& p, int token, int head) {
-  float* base = reinterpret_cast<float*>(p.attention.scratch + kCounterBytes);
-  const std::size_t heads = static_cast<std::size_t>(p.tokens) * p.attention.heads;
-  base += heads * p.split_stride * p.attention.cache.value_dim;
-  const std::size_t index = static_cast<std::size_t>(token) * p.attention.heads + head;
-  return reinterpret_cast<float2*>(base) + index * p.split_stride;
-}
-
-// What the step's tables say of one token of the launch. Every warp keeps its own list of them in
-// shared memory: registers are needed elsewhere, and warps need not wait for each other.
-struct TokenWork {
-  int position;  // -1: masked or padding
-  int lane;
-  int items;
-  int end;  // items of all tokens up to this one
+// What the step's tables say of tokens lane and lane + 32 of the launch.
+struct Tables {
+  int position[2];  // -1: masked or padding
+  int lane[2];
 };
-
-// Fills tokens[kDecodeTokens] of this warp; the number of items of the launch.
-__device__ __forceinline__ int load_tables(const DecodeParams& p, int4* tokens) {
-  const StepState& s = p.attention.state;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  TokenWork work[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = lane + 32 * i;
-    work[i].position = token < p.tokens ? __ldcg(s.position + p.first + token) : -1;
-    work[i].lane = token < p.tokens ? __ldcg(s.lane_of + p.first + token) : -1;
-  }
-  const int live = min(__ldcg(&s.counts->tokens) - p.first, p.tokens);
-  const int units = p.attention.cache.kv_heads * p.parts;
-  int total = 0;
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool real = lane + 32 * i < live;
-    if (!real) work[i].position = -1;
-    const int last = max(work[i].position, 0);
-    const int splits = (last >> log_split_size(last, p.log_splits)) + 1;
-    work[i].items = real ? splits * units : 0;
-    int sum = work[i].items;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset <<= 1) {
-      const int below = __shfl_up_sync(kAllLanes, sum, offset);
-      if (lane >= offset) sum += below;
-    }
-    work[i].end = total + sum;
-    total = __shfl_sync(kAllLanes, work[i].end, 31);
-    tokens[lane + 32 * i] = make_int4(work[i].position, work[i].lane, work[i].items, work[i].end);
-  }
-  __syncwarp();
-  return total;
-}
-__device__ __forceinline__ TokenWork token_work(const int4* tokens, int token) {
-  const int4 v = tokens[token];
-  return {v.x, v.y, v.z, v.w};
-}
 
 struct Item {
   int token;     // of the launch
-  int position;  // -1: masked
+  int position;  // -1: masked, -2: there is no such token
   int lane;
   int row;
   int kv_head;
-  int head;   // first head
-  int heads;  // 1..kItemHeads
-  int unit;   // kv head and part
-  int split;
-  int splits;
-  int begin;  // positions of the split
-  int end;
+  int head;     // first head
+  int heads;    // 1..kItemHeads
+  bool stores;  // the first part of a group stores the token's key and value
+  int end;      // positions
+  int blocks;   // of 64 positions
+  int ranks;
+  int cluster;    // thread blocks
+  int block;      // this thread block of the cluster
+  int active;     // thread blocks with a rank
+  int log_slice;  // columns of the result that a thread block adds up
+  int targets;    // thread blocks that do
 };
 
-__device__ __forceinline__ Item find_item(const DecodeParams& p, const int4* tokens, int index) {
+// Row tables are padded to 128 bytes, so the row of any of 32 lanes is read before it is known
+// which one is needed.
+__device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables) {
+  const StepState& s = p.attention.state;
   const int lane = static_cast<int>(threadIdx.x) & 31;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = lane + 32 * i;
+    tables.position[i] = token < p.tokens ? __ldcg(s.position + p.first + token) : -1;
+    tables.lane[i] = token < p.tokens ? __ldcg(s.lane_of + p.first + token) : -1;
+  }
+  const int row = __ldcg(s.row_of + lane);
+  const int live = min(__ldcg(&s.counts->tokens) - p.first, p.tokens);
+
   Item item;
-  item.token = __popc(__ballot_sync(kAllLanes, token_work(tokens, lane).end <= index)) +
-               __popc(__ballot_sync(kAllLanes, token_work(tokens, lane + 32).end <= index));
-  const TokenWork work = token_work(tokens, item.token);
-  const int local = index - (work.end - work.items);
-  item.position = work.position;
-  item.lane = work.lane;
-  item.row = item.position >= 0 ? __ldcg(p.attention.state.row_of + item.lane) : 0;
+  item.cluster = 1 << p.log_cluster;
+  item.block = static_cast<int>(blockIdx.x) & (item.cluster - 1);
+  const int index = static_cast<int>(blockIdx.x) >> p.log_cluster;
   const int units = p.attention.cache.kv_heads * p.parts;
-  item.split = local / units;
-  item.unit = local - item.split * units;
-  item.kv_head = item.unit / p.parts;
-  const int part = item.unit - item.kv_head * p.parts;
+  item.token = index / units;
+  const int unit = index - item.token * units;
+  item.kv_head = unit / p.parts;
+  const int part = unit - item.kv_head * p.parts;
   item.head = item.kv_head * p.group + part * kItemHeads;
   item.heads = min(kItemHeads, p.group - part * kItemHeads);
-  const int last = max(item.position, 0);
-  const int log_size = log_split_size(last, p.log_splits);
-  item.splits = (last >> log_size) + 1;
-  item.begin = item.split << log_size;
-  item.end = min(item.begin + (1 << log_size), last + 1);
+  item.stores = part == 0;
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (lane + 32 * i >= live) tables.position[i] = -1;
+  }
+  const int half = item.token >> 5;
+  item.position =
+      __shfl_sync(kAllLanes, half ? tables.position[1] : tables.position[0], item.token & 31);
+  item.lane = __shfl_sync(kAllLanes, half ? tables.lane[1] : tables.lane[0], item.token & 31);
+  item.row = __shfl_sync(kAllLanes, row, item.lane & 31);
+  if (item.token >= live) item.position = -2;
+  if (item.lane >= 32 && item.position >= 0) item.row = __ldcg(s.row_of + item.lane);
+
+  item.end = max(item.position, 0) + 1;
+  item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
+  item.ranks = min(kMostRanks, item.blocks);
+  item.active = min(item.cluster, item.ranks);
+  const int columns = item.heads * (p.attention.cache.value_dim / 4);
+  item.log_slice = log_slice(columns, item.active);
+  item.targets = (columns + (1 << item.log_slice) - 1) >> item.log_slice;
   return item;
 }
 
-// Before the tables are certain: what they say of the last round is nearly what this round reads.
-// Fetching into the second-level cache changes no value.
-template <typename T>
-__device__ __forceinline__ void prefetch_first_item(const DecodeParams& p, int4* tokens) {
-  const int index = static_cast<int>(blockIdx.x);
-  if (index >= load_tables(p, tokens)) return;
-  const Item item = find_item(p, tokens, index);
-  const LayerCacheView& cache = p.attention.cache;
-  if (item.position < 0 || item.position >= cache.capacity || item.row < 0 ||
-      item.row >= p.attention.state.rows) {
-    return;
-  }
-  for (int base = item.begin; base < item.end; base += kCacheBlock) {
-    const int rows = min(kCacheBlock, item.end - base);
-    const auto* k = reinterpret_cast<const char*>(
-        key_slot<T>(cache, item.row) +
-        cache_offset(base, item.kv_head, cache.kv_heads, cache.key_dim));
-    const auto* v = reinterpret_cast<const char*>(
-        value_slot<T>(cache, item.row) +
-        cache_offset(base, item.kv_head, cache.kv_heads, cache.value_dim));
-    const int line = static_cast<int>(threadIdx.x) * 128;
-    const int width = static_cast<int>(sizeof(T));
-    for (int i = line; i < rows * cache.key_dim * width; i += 128 * kItemThreads) {
-      prefetch(k + i);
-    }
-    for (int i = line; i < rows * cache.value_dim * width; i += 128 * kItemThreads) {
-      prefetch(v + i);
-    }
-  }
-}
-
-// Tokens of this very step whose keys and values the item needs: the cache may not hold them yet.
-// The live tokens of a lane lie within kDecodeTokens consecutive positions.
+// Tokens of this very step whose keys and values this thread block needs: the cache may not hold
+// them yet. The live tokens of a lane lie within kDecodeTokens consecutive positions.
 struct Fresh {
   int low = INT_MAX;  // positions below come from the cache
   int count = 0;
   unsigned member[2] = {0, 0};  // tokens, in the order of their places in shared memory
 };
 
-__device__ __forceinline__ Fresh find_fresh(const int4* tokens, const Item& item) {
+// Whether this thread block reads the block of a position.
+__device__ __forceinline__ bool owns(const Item& item, int position) {
+  const int block = position / kCacheBlock;
+  return (block % item.ranks & (item.cluster - 1)) == item.block;
+}
+
+__device__ __forceinline__ Fresh find_fresh(const Tables& tables, const Item& item) {
   Fresh fresh;
   int low = INT_MAX;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const TokenWork work = token_work(tokens, (static_cast<int>(threadIdx.x) & 31) + 32 * i);
+    const int position = tables.position[i];
     const bool mine =
-        work.lane == item.lane && work.position >= item.begin && work.position < item.end;
+        tables.lane[i] == item.lane && position >= 0 && position < item.end && owns(item, position);
     fresh.member[i] = __ballot_sync(kAllLanes, mine);
-    if (mine) low = min(low, work.position);
+    if (mine) low = min(low, position);
   }
   fresh.low = __reduce_min_sync(kAllLanes, low);
   fresh.count = __popc(fresh.member[0]) + __popc(fresh.member[1]);
@@ -208,52 +160,142 @@ __device__ __forceinline__ int fresh_token(const Fresh& fresh, int place) {
 }
 
 // Shared memory of a block.
+inline constexpr std::size_t kItemBytes = 16 + (sizeof(Item) + 15) / 16 * 16;
 template <typename T>
 struct ItemMemory {
-  int4* tokens;   // [kDecodeTokens] TokenWork of this warp
-  float* q;       // [kItemHeads, key_dim + kMergePad]
-  float* merge;   // [kItemWarps, kItemHeads, value_dim + kMergePad]
-  float2* score;  // [kItemWarps, kItemHeads] largest score (base 2) and sum of the weights
-  float* weight;  // [kItemHeads, kMostSplits]
-  int* place;     // [kDecodeTokens] of position low + i among the fresh, or -1
-  int* last;      // [1] this block combines
-  T* k;           // [fresh, key_dim]
-  T* v;           // [fresh, value_dim]
+  std::uint64_t* barrier;  // [1] all parts have arrived
+  Item* item;              // [1] for the end of the work: registers are short in the loop
+  float4* part;            // [columns of this thread block, ranks] from all thread blocks
+  float2* part_score;      // [kItemHeads, kMostRanks] largest score (base 2) and sum of the weights
+  float* q;                // [kItemHeads, key_dim + kMergePad]
+  float* merge;            // [kItemWarps, kItemHeads, value_dim + kMergePad]
+  float2* score;           // [kItemWarps, kItemHeads] as part_score
+  int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
+  T* k;                    // [fresh, key_dim]
+  T* v;                    // [fresh, value_dim]
 
   __device__ __forceinline__ ItemMemory(const DecodeParams& p, unsigned char* memory) {
     const int key_dim = p.attention.cache.key_dim;
     const int value_dim = p.attention.cache.value_dim;
-    tokens = reinterpret_cast<int4*>(memory) + threadIdx.x / 32 * kDecodeTokens;
-    q = reinterpret_cast<float*>(memory + kItemWarps * kDecodeTokens * sizeof(int4));
+    barrier = reinterpret_cast<std::uint64_t*>(memory);
+    item = reinterpret_cast<Item*>(memory + 16);
+    part = reinterpret_cast<float4*>(memory + kItemBytes);
+    part_score = reinterpret_cast<float2*>(memory + kItemBytes + p.part_floats * sizeof(float));
+    q = reinterpret_cast<float*>(part_score + kItemHeads * kMostRanks);
     merge = q + kItemHeads * (key_dim + kMergePad);
     score = reinterpret_cast<float2*>(merge + kItemWarps * kItemHeads * (value_dim + kMergePad));
-    weight = reinterpret_cast<float*>(score + kItemWarps * kItemHeads);
-    place = reinterpret_cast<int*>(weight + kItemHeads * kMostSplits);
-    last = place + kDecodeTokens;
-    k = reinterpret_cast<T*>(last + 4);
+    place = reinterpret_cast<int*>(score + kItemWarps * kItemHeads);
+    k = reinterpret_cast<T*>(place + kDecodeTokens);
     v = k + static_cast<std::size_t>(p.tokens) * key_dim;
   }
 };
 inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
   const auto key_dim = static_cast<std::size_t>(p.attention.cache.key_dim);
   const auto value_dim = static_cast<std::size_t>(p.attention.cache.value_dim);
-  const std::size_t floats = kItemWarps * kDecodeTokens * 4 + kItemHeads * (key_dim + kMergePad) +
-                             kItemWarps * kItemHeads * (value_dim + kMergePad + 2) +
-                             kItemHeads * kMostSplits + kDecodeTokens + 4;
+  const std::size_t floats = static_cast<std::size_t>(p.part_floats) + 2 * kItemHeads * kMostRanks +
+                             kItemHeads * (key_dim + kMergePad) +
+                             kItemWarps * kItemHeads * (value_dim + kMergePad + 2) + kDecodeTokens;
   const std::size_t fresh = p.fused ? static_cast<std::size_t>(p.tokens) : 0;
-  return floats * 4 + fresh * (key_dim + value_dim) * element;
+  return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
 }
 
-// What one warp does of the prologue: a head of q, or the key and value of a fresh token. Loads
-// come first so that two tasks are in flight.
+// --- Parts of a result travel between the thread blocks of a cluster. ---
+
+__device__ __forceinline__ std::uint32_t shared_offset(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ std::uint32_t peer_offset(std::uint32_t offset, int block) {
+  std::uint32_t peer;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(offset), "r"(block));
+  return peer;
+}
+__device__ __forceinline__ void send(std::uint32_t to, float4 v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void send(std::uint32_t to, float2 v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
+      "f"(v.x), "f"(v.y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Before anything else; all thread blocks of a cluster, whether they have work or not.
+template <typename T>
+__device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_offset(memory.barrier))
+                 : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  cluster_arrive();
+}
+// Once the item is known: how many bytes this thread block will receive.
+template <typename T>
+__device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& item,
+                                             const ItemMemory<T>& memory) {
+  if (threadIdx.x != 0 || item.ranks == 1 || item.block >= item.targets) return;
+  const int columns = item.heads * (p.attention.cache.value_dim / 4);
+  const int mine = min(1 << item.log_slice, columns - (item.block << item.log_slice));
+  const int bytes = item.ranks * (mine * 16 + item.heads * 8);
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_offset(memory.barrier)),
+      "r"(bytes)
+      : "memory");
+}
+template <typename T>
+__device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
+  std::uint32_t done = 0;
+  do {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+        " selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(shared_offset(memory.barrier))
+        : "memory");
+  } while (done == 0);
+}
+
+// --- q, and keys and values of this step's tokens, come into shared memory. ---
+
+// What is known before the kernels before have ended.
+template <int N>
+struct HeadConstants {
+  float frequencies[N];
+  HeadPairs<N> q_norm;
+  HeadPairs<N> k_norm;
+  Turns<N> turns;  // of the item's token
+
+  __device__ __forceinline__ void load(const DecodeParams& p) {
+    const int key_dim = p.attention.cache.key_dim;
+    load_frequencies<N>(frequencies, p.heads);
+    q_norm = load_norm<N>(p.heads.q_norm, key_dim, p.heads.style);
+    k_norm = load_norm<N>(p.heads.k_norm, key_dim, p.heads.style);
+  }
+};
+
+// What one warp does of it: a head of q, or the key and value of a fresh token. Loads come first so
+// that several tasks are in flight.
 template <typename T, int N>
 struct HeadTask {
   HeadPairs<N> x;
   float4 v[(N + 1) / 2];
   int position;
 
-  __device__ __forceinline__ void load(const DecodeParams& p, const Item& item, const Fresh& fresh,
-                                       const ItemMemory<T>& memory, int task) {
+  __device__ __forceinline__ void load(const DecodeParams& p, const Item& item,
+                                       const Tables& tables, const Fresh& fresh, int task) {
     const int key_dim = p.attention.cache.key_dim;
     const int value_dim = p.attention.cache.value_dim;
     const std::size_t kv_heads = static_cast<std::size_t>(p.attention.cache.kv_heads);
@@ -263,7 +305,8 @@ struct HeadTask {
       x = load_head<N>(p.heads.q + (row + item.head + task) * key_dim, key_dim, p.heads.style);
     } else if (task < item.heads + fresh.count) {
       const int token = fresh_token(fresh, task - item.heads);
-      position = token_work(memory.tokens, token).position;
+      position =
+          __shfl_sync(kAllLanes, token < 32 ? tables.position[0] : tables.position[1], token & 31);
       const std::size_t row = (p.first + token) * kv_heads + item.kv_head;
       x = load_head<N>(p.heads.k + row * key_dim, key_dim, p.heads.style);
 #pragma unroll
@@ -276,16 +319,22 @@ struct HeadTask {
 
   __device__ __forceinline__ void finish(const DecodeParams& p, const Item& item,
                                          const Fresh& fresh, const ItemMemory<T>& memory,
-                                         int task) {
+                                         const HeadConstants<N>& constants, int task) {
     const int key_dim = p.attention.cache.key_dim;
     const int value_dim = p.attention.cache.value_dim;
     if (task < item.heads) {
       float* q = memory.q + task * (key_dim + kMergePad);
-      finish_head<N>(x, key_dim, position, p.heads, p.heads.q_norm, p.heads.q_norm_eps,
+      finish_head<N>(x, key_dim, p.heads.style, p.heads.q_norm, constants.q_norm,
+                     p.heads.q_norm_eps, constants.turns,
                      [&](int i, float value) { q[i] = value; });
     } else if (task < item.heads + fresh.count) {
       T* k = memory.k + (task - item.heads) * key_dim;
-      finish_head<N>(x, key_dim, position, p.heads, p.heads.k_norm, p.heads.k_norm_eps,
+      Turns<N> turns = constants.turns;
+      if (position != item.position) {
+        turns = make_turns<N>(constants.frequencies, position, p.heads.attention_factor);
+      }
+      finish_head<N>(x, key_dim, p.heads.style, p.heads.k_norm, constants.k_norm,
+                     p.heads.k_norm_eps, turns,
                      [&](int i, float value) { k[i] = to_cache<T>(value); });
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
@@ -301,79 +350,62 @@ struct HeadTask {
   }
 };
 
-// Puts q, and fresh keys and values, into shared memory; ends with the whole block in step. The
-// item of a token's last split stores the token's own key and value, and no other item reads them
-// from the cache in this launch. N pairs a lane: key_dim and value_dim <= 64 N.
+// Where each fresh position lies; before prepare_item(), which brings the block in step.
+template <typename T>
+__device__ __forceinline__ void place_fresh(const Tables& tables, const Fresh& fresh,
+                                            const ItemMemory<T>& memory) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  if (static_cast<int>(threadIdx.x) / 32 != kItemWarps - 1 || fresh.count == 0) return;
+  memory.place[lane] = -1;
+  memory.place[lane + 32] = -1;
+  __syncwarp();
+  const unsigned below = (1U << lane) - 1;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (((fresh.member[i] >> lane) & 1) == 0) continue;
+    const int offset = tables.position[i] - fresh.low;
+    if (offset < kDecodeTokens) {
+      memory.place[offset] =
+          __popc(fresh.member[i] & below) + (i == 1 ? __popc(fresh.member[0]) : 0);
+    }
+  }
+}
+
+// Ends with the whole block in step. N pairs a lane: key_dim and value_dim <= 64 N.
 template <typename T, int N>
 __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& item,
-                                             const Fresh& fresh, const ItemMemory<T>& memory) {
-  const LayerCacheView& cache = p.attention.cache;
+                                             const Tables& tables, const Fresh& fresh,
+                                             const ItemMemory<T>& memory,
+                                             const HeadConstants<N>& constants) {
   const int tid = static_cast<int>(threadIdx.x);
-  const int warp = tid / 32;
-  const int key_dim = cache.key_dim;
-  if (!p.fused) {
+  if (p.fused) {
+    constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
+    const int tasks = item.heads + fresh.count;
+#pragma unroll 1
+    for (int task = tid / 32; task < tasks; task += kInFlight * kItemWarps) {
+      HeadTask<T, N> head[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        head[i].load(p, item, tables, fresh, task + i * kItemWarps);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        head[i].finish(p, item, fresh, memory, constants, task + i * kItemWarps);
+      }
+    }
+  } else {
+    const int key_dim = p.attention.cache.key_dim;
     const std::size_t row = static_cast<std::size_t>(p.first + item.token) * p.attention.heads;
     const float* q = p.attention.q + (row + item.head) * key_dim;
-#pragma unroll 1
+#pragma unroll 2
     for (int i = tid; i < item.heads * key_dim / 4; i += kItemThreads) {
       const int head = i / (key_dim / 4);
       const int d = 4 * (i - head * (key_dim / 4));
       *reinterpret_cast<float4*>(memory.q + head * (key_dim + kMergePad) + d) =
           load_activation4(q + 4 * i);
     }
-    __syncthreads();
-    return;
-  }
-  constexpr int kInFlight = N == 1 ? 2 : 1;  // as registers allow
-  const int tasks = item.heads + fresh.count;
-#pragma unroll 1
-  for (int task = warp; task < tasks; task += kInFlight * kItemWarps) {
-    HeadTask<T, N> head[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) head[i].load(p, item, fresh, memory, task + i * kItemWarps);
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      head[i].finish(p, item, fresh, memory, task + i * kItemWarps);
-    }
-  }
-  if (warp == kItemWarps - 1 && fresh.count) {
-    const int lane = tid & 31;
-    memory.place[lane] = -1;
-    memory.place[lane + 32] = -1;
-    __syncwarp();
-    const unsigned below = (1U << lane) - 1;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (((fresh.member[i] >> lane) & 1) == 0) continue;
-      const int offset = token_work(memory.tokens, lane + 32 * i).position - fresh.low;
-      if (offset < kDecodeTokens) {
-        memory.place[offset] =
-            __popc(fresh.member[i] & below) + (i == 1 ? __popc(fresh.member[0]) : 0);
-      }
-    }
   }
   __syncthreads();
-  if (item.split == item.splits - 1 && item.head == item.kv_head * p.group) {
-    const int place = memory.place[item.position - fresh.low];
-    constexpr int kElements = 16 / static_cast<int>(sizeof(T));
-    if (tid < kItemThreads / 2) {
-      T* to = key_slot<T>(cache, item.row) +
-              cache_offset(item.position, item.kv_head, cache.kv_heads, key_dim);
-      const int d = tid * kElements;
-      if (d < key_dim) {
-        *reinterpret_cast<uint4*>(to + d) =
-            *reinterpret_cast<const uint4*>(memory.k + place * key_dim + d);
-      }
-    } else {
-      T* to = value_slot<T>(cache, item.row) +
-              cache_offset(item.position, item.kv_head, cache.kv_heads, cache.value_dim);
-      const int d = (tid - kItemThreads / 2) * kElements;
-      if (d < cache.value_dim) {
-        *reinterpret_cast<uint4*>(to + d) =
-            *reinterpret_cast<const uint4*>(memory.v + place * cache.value_dim + d);
-      }
-    }
-  }
 }
 
 // Place among the fresh of a position >= low, or -1: the cache holds it.
@@ -384,17 +416,50 @@ __device__ __forceinline__ int fresh_place(const ItemMemory<T>& memory, const Fr
   return offset < kDecodeTokens ? memory.place[offset] : -1;
 }
 
-// Output of a head of the item's token.
-__device__ __forceinline__ float* head_out(const DecodeParams& p, const Item& item, int head) {
+// The thread block that reads the token's own position stores its key and value, and no other item
+// reads them from the cache in this launch.
+template <typename T>
+__device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& fresh,
+                                            const ItemMemory<T>& memory) {
+  const Item& item = *memory.item;
+  if (!p.fused || !item.stores || !owns(item, item.position)) return;
+  const LayerCacheView& cache = p.attention.cache;
+  const int tid = static_cast<int>(threadIdx.x);
+  const int place = memory.place[item.position - fresh.low];
+  constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+  if (tid < kItemThreads / 2) {
+    T* to = key_slot<T>(cache, item.row) +
+            cache_offset(item.position, item.kv_head, cache.kv_heads, cache.key_dim);
+    const int d = tid * kElements;
+    if (d < cache.key_dim) {
+      *reinterpret_cast<uint4*>(to + d) =
+          *reinterpret_cast<const uint4*>(memory.k + place * cache.key_dim + d);
+    }
+  } else {
+    T* to = value_slot<T>(cache, item.row) +
+            cache_offset(item.position, item.kv_head, cache.kv_heads, cache.value_dim);
+    const int d = (tid - kItemThreads / 2) * kElements;
+    if (d < cache.value_dim) {
+      *reinterpret_cast<uint4*>(to + d) =
+          *reinterpret_cast<const uint4*>(memory.v + place * cache.value_dim + d);
+    }
+  }
+}
+
+// --- The end of an item. ---
+
+// Output of the item, [heads, value_dim].
+__device__ __forceinline__ float4* item_out(const DecodeParams& p, const Item& item) {
   const std::size_t row = static_cast<std::size_t>(p.first + item.token) * p.attention.heads;
-  return p.attention.out + (row + item.head + head) * p.attention.cache.value_dim;
+  return reinterpret_cast<float4*>(p.attention.out +
+                                   (row + item.head) * p.attention.cache.value_dim);
 }
 
 __device__ __forceinline__ void clear_item(const DecodeParams& p, const Item& item) {
-  float* out = head_out(p, item, 0);
-  for (int i = static_cast<int>(threadIdx.x); i < item.heads * p.attention.cache.value_dim;
+  float4* out = item_out(p, item);
+  for (int i = static_cast<int>(threadIdx.x); i < item.heads * p.attention.cache.value_dim / 4;
        i += kItemThreads) {
-    out[i] = 0;
+    out[i] = make_float4(0, 0, 0, 0);
   }
 }
 
@@ -405,111 +470,118 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float scale) {
   sum.w += v.w * scale;
 }
 
-// The splits of an item's heads, all stored, become the result.
+// Largest score of a head over the warps, and the factor of each warp's sums.
 template <typename T>
-__device__ __forceinline__ void combine_splits(const DecodeParams& p, const Item& item,
-                                               const ItemMemory<T>& memory) {
-  const int tid = static_cast<int>(threadIdx.x);
-  const int lane = tid & 31;
-  const int value_dim = p.attention.cache.value_dim;
-  for (int head = tid / 32; head < item.heads; head += kItemWarps) {
-    const float2* scores = partial_scores(p, item.token, item.head + head);
-    const float2 none = make_float2(-INFINITY, 0);
-    const float2 a = lane < item.splits ? __ldcg(scores + lane) : none;
-    const float2 b = lane + 32 < item.splits ? __ldcg(scores + lane + 32) : none;
-    const float most = warp_max(fmaxf(a.x, b.x));
-    const float wa = exp2_approx(a.x - most);
-    const float wb = exp2_approx(b.x - most);
-    const float total = warp_sum(wa * a.y + wb * b.y);
-    memory.weight[head * kMostSplits + lane] = wa / total;
-    memory.weight[head * kMostSplits + lane + 32] = wb / total;
+__device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int head,
+                                               float (&factor)[kItemWarps]) {
+  float2 score[kItemWarps];
+  float most = kNoScore;
+#pragma unroll
+  for (int w = 0; w < kItemWarps; ++w) {
+    score[w] = memory.score[w * kItemHeads + head];
+    most = fmaxf(most, score[w].x);
   }
-  __syncthreads();
-  // Each thread adds every slices-th split of four columns; slices are then added in order.
-  const int columns = item.heads * value_dim / 4;
-  const int slices = columns > kItemThreads ? 1 : kItemThreads / columns;
-  const int slice = slices == 1 ? 0 : tid / columns;
-  auto* sums = reinterpret_cast<float4*>(memory.merge);  // [slices, columns]
-  if (slice < slices) {
-    for (int column = slices == 1 ? tid : tid - slice * columns; column < columns;
-         column += slices == 1 ? kItemThreads : columns) {
-      const int head = column / (value_dim / 4);
-      const auto* from =
-          reinterpret_cast<const float4*>(partial_sums(p, item.token, item.head + head)) +
-          (column - head * (value_dim / 4));
-      const float* weight = memory.weight + head * kMostSplits;
-      float4 sum = {};
-#pragma unroll 8
-      for (int s = slice; s < item.splits; s += slices) {
-        add_scaled(sum, __ldcg(from + s * (value_dim / 4)), weight[s]);
-      }
-      sums[slice * columns + column] = sum;
-    }
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < kItemWarps; ++w) {
+    factor[w] = exp2_approx(score[w].x - most);
+    total += score[w].y * factor[w];
   }
-  __syncthreads();
-  for (int column = tid; column < columns; column += kItemThreads) {
-    float4 sum = sums[column];
-    for (int s = 1; s < slices; ++s) add_scaled(sum, sums[s * columns + column], 1);
-    reinterpret_cast<float4*>(head_out(p, item, 0))[column] = sum;
-  }
+  return make_float2(most, total);
 }
 
-// Adds the warps' results, which lie in memory.merge and memory.score, in order; a warp without a
-// position has score -inf. Then stores the result, or the split's part of it, and combines the
-// splits when this block is the last of them.
+// Adds the warps' results, which lie in memory.merge and memory.score, in order. The only rank's
+// are the result; others are sent to those that add them.
 template <typename T>
-__device__ __forceinline__ void end_item(const DecodeParams& p, const Item& item,
-                                         const ItemMemory<T>& memory) {
+__device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
+                                         const ItemMemory<T>& memory, int rank) {
+  const Item& item = *memory.item;
+  const int heads = item.heads;
+  const int ranks = item.ranks;
+  const int slice = item.log_slice;
   const int tid = static_cast<int>(threadIdx.x);
-  const int value_dim = p.attention.cache.value_dim;
-  const int columns = value_dim / 4;
+  const int columns = value_dim / 4;  // of a head
+  const std::uint32_t barrier = shared_offset(memory.barrier);
   __syncthreads();
+  float factor[kItemWarps];
+  if (ranks > 1) {
+    // The last threads first: the first ones have columns to send.
+    for (int i = kItemThreads - 1 - tid; i < heads * item.targets; i += kItemThreads) {
+      const int target = i / heads;
+      const int head = i - target * heads;
+      const float2 score = merge_scores(memory, head, factor);
+      send(peer_offset(shared_offset(memory.part_score + head * kMostRanks + rank), target), score,
+           peer_offset(barrier, target));
+    }
+  }
 #pragma unroll 1
-  for (int i = tid; i < item.heads * columns; i += kItemThreads) {
+  for (int i = tid; i < heads * columns; i += kItemThreads) {
     const int head = i / columns;
     const int column = i - head * columns;
-    float most = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < kItemWarps; ++w) {
-      most = fmaxf(most, memory.score[w * kItemHeads + head].x);
-    }
-    float total = 0;
+    const float2 score = merge_scores(memory, head, factor);
     float4 sum = {};
 #pragma unroll
     for (int w = 0; w < kItemWarps; ++w) {
-      const float2 score = memory.score[w * kItemHeads + head];
-      const float weight = exp2_approx(score.x - most);
-      total += score.y * weight;
       const float* row = memory.merge + (w * kItemHeads + head) * (value_dim + kMergePad);
-      add_scaled(sum, reinterpret_cast<const float4*>(row)[column], weight);
+      add_scaled(sum, reinterpret_cast<const float4*>(row)[column], factor[w]);
     }
-    if (item.splits == 1) {
-      const float inverse = 1.0F / total;
-      reinterpret_cast<float4*>(head_out(p, item, head))[column] =
+    if (ranks == 1) {
+      const float inverse = 1.0F / score.y;
+      item_out(p, item)[i] =
           make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     } else {
-      float* to = partial_sums(p, item.token, item.head + head) +
-                  static_cast<std::size_t>(item.split) * value_dim;
-      reinterpret_cast<float4*>(to)[column] = sum;
-      if (column == 0) {
-        partial_scores(p, item.token, item.head + head)[item.split] = make_float2(most, total);
-      }
+      const int target = i >> slice;
+      const int place = (i & ((1 << slice) - 1)) * ranks + rank;
+      send(peer_offset(shared_offset(memory.part + place), target), sum,
+           peer_offset(barrier, target));
     }
   }
-  if (item.splits == 1) return;
-  __syncthreads();
-  if (tid == 0) {
-    int* counter = reinterpret_cast<int*>(p.attention.scratch) + item.token * kMaxUnits + item.unit;
-    __threadfence();  // this block's parts before its count
-    const bool last = atomicAdd(counter, 1) == item.splits - 1;
-    if (last) {
-      *counter = 0;
-      __threadfence();  // every block's count before its parts are read
+}
+
+// Adds the ranks' parts of this thread block's columns: 16 lanes a column, one rank each.
+template <typename T>
+__device__ __forceinline__ void add_parts(const DecodeParams& p, int value_dim,
+                                          const ItemMemory<T>& memory) {
+  const Item& item = *memory.item;
+  if (item.ranks == 1 || item.block >= item.targets) return;
+  const int tid = static_cast<int>(threadIdx.x);
+  const int rank = tid & (kMostRanks - 1);
+  const int columns = value_dim / 4;
+  const int first = item.block << item.log_slice;
+  const int mine = min(1 << item.log_slice, item.heads * columns - first);
+  wait_for_parts(memory);
+  for (int base = tid / 32 * 2; base < mine; base += 2 * kItemWarps) {
+    const int local = base + ((tid & 31) >> 4);
+    const bool real = local < mine && rank < item.ranks;
+    const int head = (first + min(local, mine - 1)) / columns;
+    float2 score = make_float2(kNoScore, 0);
+    float4 sum = {};
+    if (real) {
+      score = memory.part_score[head * kMostRanks + rank];
+      sum = memory.part[local * item.ranks + rank];
     }
-    *memory.last = last ? 1 : 0;
+    float most = score.x;
+#pragma unroll
+    for (int offset = 8; offset; offset >>= 1) {
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
+    }
+    const float factor = exp2_approx(score.x - most);
+    float total = score.y * factor;
+    sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
+#pragma unroll
+    for (int offset = 8; offset; offset >>= 1) {
+      total += __shfl_xor_sync(kAllLanes, total, offset);
+      sum.x += __shfl_xor_sync(kAllLanes, sum.x, offset);
+      sum.y += __shfl_xor_sync(kAllLanes, sum.y, offset);
+      sum.z += __shfl_xor_sync(kAllLanes, sum.z, offset);
+      sum.w += __shfl_xor_sync(kAllLanes, sum.w, offset);
+    }
+    if (real && rank == 0) {
+      const float inverse = 1.0F / total;
+      item_out(p, item)[first + local] =
+          make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+    }
   }
-  __syncthreads();
-  if (*memory.last != 0) combine_splits(p, item, memory);
 }
 
 }  // namespace pianola::cuda

@@ -1,0 +1,167 @@
+// An item of attend() with plain f32 arithmetic: f32 caches and heads of more than 128.
+#pragma once
+
+#include "backends/cuda/kernels/attention_items.cuh"
+
+namespace pianola::cuda {
+
+// Two neighbours of a cached row, `offset` elements from `row`, from shared or device memory.
+template <typename T>
+__device__ __forceinline__ typename PairOf<T>::Type load_pair(const T* row, int offset,
+                                                              bool shared) {
+  const auto* pair = reinterpret_cast<const typename PairOf<T>::Type*>(row + offset);
+  return shared ? *pair : __ldcg(pair);
+}
+
+// An item in f32. A warp takes kPositions positions of a block at a time; a lane holds dims
+// 2 lane + 64 i and the next.
+template <typename T, int N>
+struct GeneralItem {
+  using Pair = typename PairOf<T>::Type;
+  static constexpr int kPositions = 8 / N;
+
+  const DecodeParams& p;
+  const Item& item;
+  const Fresh& fresh;
+  const ItemMemory<T>& memory;
+
+  struct Sums {
+    float2 sums[kItemHeads][N];
+    float most[kItemHeads];
+    float total[kItemHeads];
+  };
+
+  __device__ __forceinline__ void run(const Tables& tables) const {
+    HeadConstants<N> constants;
+    if (p.fused) {
+      constants.load(p);
+      place_fresh(tables, fresh, memory);
+      constants.turns =
+          make_turns<N>(constants.frequencies, item.position, p.heads.attention_factor);
+    }
+    if (item.ranks > 1) cluster_wait();  // all have started
+    wait_for_previous();
+    prepare_item<T, N>(p, item, tables, fresh, memory, constants);
+    const LayerCacheView& cache = p.attention.cache;
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    float2 q[kItemHeads][N];
+#pragma unroll
+    for (int h = 0; h < kItemHeads; ++h) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int d = 2 * lane + 64 * i;
+        q[h][i] = make_float2(0, 0);
+        if (h < item.heads && d < cache.key_dim) {
+          q[h][i] =
+              *reinterpret_cast<const float2*>(memory.q + h * (cache.key_dim + kMergePad) + d);
+        }
+      }
+    }
+    for (int rank = item.block; rank < item.ranks; rank += item.cluster) {
+      Sums s;
+#pragma unroll
+      for (int h = 0; h < kItemHeads; ++h) {
+        s.most[h] = kNoScore;
+        s.total[h] = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) s.sums[h][i] = make_float2(0, 0);
+      }
+      for (int block = rank; block < item.blocks; block += item.ranks) {
+        const int end = min((block + 1) * kCacheBlock, item.end);
+        for (int base = block * kCacheBlock + warp * kPositions; base < end;
+             base += kItemWarps * kPositions) {
+          add_positions(s, q, base, end);
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < kItemHeads; ++h) {
+        if (h >= item.heads) break;
+        const int place = warp * kItemHeads + h;
+        if (lane == 0) memory.score[place] = make_float2(s.most[h], s.total[h]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const int d = 2 * lane + 64 * i;
+          if (d >= cache.value_dim) continue;
+          *reinterpret_cast<float2*>(memory.merge + place * (cache.value_dim + kMergePad) + d) =
+              s.sums[h][i];
+        }
+      }
+      end_rank(p, cache.value_dim, memory, rank);
+      __syncthreads();  // the warps' results have been read
+    }
+    store_fresh(p, fresh, memory);
+    add_parts(p, cache.value_dim, memory);
+  }
+
+  __device__ __forceinline__ void add_positions(Sums& s, const float2 (&q)[kItemHeads][N], int base,
+                                                int end) const {
+    const LayerCacheView& cache = p.attention.cache;
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const float scale = p.attention.scale * kLog2e;
+    Pair k[kPositions][N];
+    Pair v[kPositions][N];
+#pragma unroll
+    for (int u = 0; u < kPositions; ++u) {
+      const int position = base + u;
+      const int place = position >= fresh.low ? fresh_place(memory, fresh, position) : -1;
+      const T* key = place >= 0
+                         ? memory.k + place * cache.key_dim
+                         : key_slot<T>(cache, item.row) +
+                               cache_offset(position, item.kv_head, cache.kv_heads, cache.key_dim);
+      const T* value =
+          place >= 0 ? memory.v + place * cache.value_dim
+                     : value_slot<T>(cache, item.row) +
+                           cache_offset(position, item.kv_head, cache.kv_heads, cache.value_dim);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int d = 2 * lane + 64 * i;
+        k[u][i] = Pair();
+        v[u][i] = Pair();
+        if (position < end && d < cache.key_dim) k[u][i] = load_pair(key, d, place >= 0);
+        if (position < end && d < cache.value_dim) {
+          v[u][i] = load_pair(value, d, place >= 0);
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kItemHeads; ++h) {
+      if (h >= item.heads) break;
+      float scores[kPositions];
+      float best = s.most[h];
+#pragma unroll
+      for (int u = 0; u < kPositions; ++u) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float2 pair = unpack<T>(k[u][i]);
+          sum = fmaf(q[h][i].x, pair.x, sum);
+          sum = fmaf(q[h][i].y, pair.y, sum);
+        }
+        scores[u] = base + u < end ? warp_sum(sum) * scale : -INFINITY;
+        best = fmaxf(best, scores[u]);
+      }
+      const float factor = exp2_approx(s.most[h] - best);
+      s.most[h] = best;
+      s.total[h] *= factor;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        s.sums[h][i].x *= factor;
+        s.sums[h][i].y *= factor;
+      }
+#pragma unroll
+      for (int u = 0; u < kPositions; ++u) {
+        const float weight = exp2_approx(scores[u] - best);
+        s.total[h] += weight;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float2 pair = unpack<T>(v[u][i]);
+          s.sums[h][i].x = fmaf(weight, pair.x, s.sums[h][i].x);
+          s.sums[h][i].y = fmaf(weight, pair.y, s.sums[h][i].y);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace pianola::cuda

@@ -1,0 +1,374 @@
+// An item of attend() on tensor cores: 16-bit caches with heads of at most 128.
+//
+// Keys and values go from memory to registers in the order in which the tensor cores want them (the
+// order of a sum's terms is free, so a lane takes 16 bytes of a key as the terms of four products),
+// and q and the weights are split into two 16-bit parts.
+#pragma once
+
+#include "backends/cuda/kernels/attention_items.cuh"
+
+namespace pianola::cuda {
+
+// Transposes an 8 x 8 matrix of 16-bit elements, two neighbours of row lane / 4 a lane.
+__device__ __forceinline__ std::uint32_t transpose(std::uint32_t v) {
+  std::uint32_t t;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
+  return t;
+}
+
+__device__ __forceinline__ std::uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// A thread block's way through its ranks: the first of a round's blocks of positions, which lie
+// `ranks` blocks apart.
+struct Walk {
+  int rank;
+  int block;  // Item::blocks at the end
+
+  // Whether that was the rank's last round.
+  __device__ __forceinline__ bool next(const Item& item, int step) {
+    block += step * item.ranks;
+    if (block < item.blocks) return false;
+    rank += item.cluster;
+    block = rank < item.ranks ? rank : item.blocks;
+    return true;
+  }
+};
+
+// An item on tensor cores. A warp takes 16 of a block's positions, kTiles blocks at a time. With
+// lane = 4 r + j, scores^T [16 positions, 8 heads] = K q^T: the lane holds dims 32 s + 8 j + 0..7
+// of keys r and r + 8, which are terms 2j, 2j+1, 2j+8, 2j+9 of products 2s and 2s + 1. sums^T
+// [dims, 8 heads] += V^T weights^T: the lane holds dims 64 s + 8 r + 0..7 of values 2j, 2j+1, 2j+8,
+// 2j+9; dims 8 r + 2i and 8 r + 2i + 1 are rows r and r + 8 of product i.
+template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles>
+struct TensorItem {
+  static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
+  static constexpr int kPairs = (kKeySteps > 2 || kValueSteps > 1) ? 2 : 1;
+
+  const DecodeParams& p;
+  const Item& item;
+  const Fresh& fresh;
+  const ItemMemory<T>& memory;
+  const T* keys;    // of the kv head
+  const T* values;  // of the kv head
+  int key_dim;
+  int value_dim;
+  int r;
+  int j;
+
+  __device__ __forceinline__ TensorItem(const DecodeParams& params, const Item& of,
+                                        const Fresh& with, const ItemMemory<T>& in)
+      : p(params), item(of), fresh(with), memory(in) {
+    const LayerCacheView& cache = p.attention.cache;
+    key_dim = kExact ? 32 * kKeySteps : cache.key_dim;
+    value_dim = kExact ? 64 * kValueSteps : cache.value_dim;
+    keys = key_slot<T>(cache, item.row) + item.kv_head * kCacheBlock * key_dim;
+    values = value_slot<T>(cache, item.row) + item.kv_head * kCacheBlock * value_dim;
+    r = (static_cast<int>(threadIdx.x) & 31) >> 2;
+    j = static_cast<int>(threadIdx.x) & 3;
+  }
+
+  // First position of this warp's tile of a block, and where its rows lie.
+  __device__ __forceinline__ int tile_base(int block) const {
+    return block * kCacheBlock + static_cast<int>(threadIdx.x) / 32 * 16;
+  }
+  __device__ __forceinline__ std::size_t tile_row(int block) const {
+    return static_cast<std::size_t>(block) * (p.attention.cache.kv_heads * kCacheBlock) +
+           threadIdx.x / 32 * 16;
+  }
+  __device__ __forceinline__ bool key_inside(int s) const {
+    return kExact || 32 * s + 8 * j < key_dim;
+  }
+  __device__ __forceinline__ bool value_inside(int s) const {
+    return kExact || 64 * s + 8 * r < value_dim;
+  }
+  static __device__ __forceinline__ int value_row(int j, int i) {
+    return 2 * j + (i & 1) + 4 * (i & 2);
+  }
+
+  __device__ __forceinline__ void load_keys(uint4 (&k)[kKeySteps][2], int block) const {
+    const T* tile = keys + tile_row(block) * key_dim;
+    const int limit = min(item.end, fresh.low) - tile_base(block);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = r + 8 * half;
+#pragma unroll
+      for (int s = 0; s < kKeySteps; ++s) {
+        k[s][half] =
+            load_cache_if(tile + row * key_dim + 32 * s + 8 * j, row < limit && key_inside(s));
+      }
+    }
+  }
+  __device__ __forceinline__ void load_values(uint4 (&v)[kValueSteps][4], int block) const {
+    const T* tile = values + tile_row(block) * value_dim;
+    const int limit = min(item.end, fresh.low) - tile_base(block);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = value_row(j, i);
+#pragma unroll
+      for (int s = 0; s < kValueSteps; ++s) {
+        v[s][i] =
+            load_cache_if(tile + row * value_dim + 64 * s + 8 * r, row < limit && value_inside(s));
+      }
+    }
+  }
+  // Brings this warp's tile of a block to the second-level cache; no position is touched that does
+  // not exist, as its memory may not either.
+  __device__ __forceinline__ void fetch(int block) const {
+    if (block >= item.blocks) return;
+    const int rows = min(item.end - tile_base(block), 16);
+    const int line = (static_cast<int>(threadIdx.x) & 31) * 128;
+    constexpr int kWidth = static_cast<int>(sizeof(T));
+    const auto* k = reinterpret_cast<const char*>(keys + tile_row(block) * key_dim);
+    for (int i = line; i < rows * key_dim * kWidth; i += 32 * 128) prefetch(k + i);
+    const auto* v = reinterpret_cast<const char*>(values + tile_row(block) * value_dim);
+    for (int i = line; i < rows * value_dim * kWidth; i += 32 * 128) prefetch(v + i);
+  }
+  // What load_keys() left out: positions from fresh.low on.
+  __device__ __forceinline__ void add_fresh_keys(uint4 (&k)[kKeySteps][2], int base) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = base + r + 8 * half;
+      if (position < fresh.low || position >= item.end) continue;
+      const int place = fresh_place(memory, fresh, position);
+#pragma unroll
+      for (int s = 0; s < kKeySteps; ++s) {
+        if (!key_inside(s)) continue;
+        const int d = 32 * s + 8 * j;
+        if (place >= 0) {
+          k[s][half] = *reinterpret_cast<const uint4*>(memory.k + place * key_dim + d);
+        } else {
+          const T* row = keys + cache_offset(position, 0, p.attention.cache.kv_heads, key_dim);
+          k[s][half] = load_cache_if(row + d, true);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void add_fresh_values(uint4 (&v)[kValueSteps][4], int base) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int position = base + value_row(j, i);
+      if (position < fresh.low || position >= item.end) continue;
+      const int place = fresh_place(memory, fresh, position);
+#pragma unroll
+      for (int s = 0; s < kValueSteps; ++s) {
+        if (!value_inside(s)) continue;
+        const int d = 64 * s + 8 * r;
+        if (place >= 0) {
+          v[s][i] = *reinterpret_cast<const uint4*>(memory.v + place * value_dim + d);
+        } else {
+          const T* row = values + cache_offset(position, 0, p.attention.cache.kv_heads, value_dim);
+          v[s][i] = load_cache_if(row + d, true);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_q(std::uint32_t (&high)[kKeySteps][4],
+                                         std::uint32_t (&low)[kKeySteps][4]) const {
+    const float* q = memory.q + r * (key_dim + kMergePad);
+#pragma unroll
+    for (int s = 0; s < kKeySteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        float4 v = {};
+        if (r < item.heads && key_inside(s)) {
+          v = *reinterpret_cast<const float4*>(q + 32 * s + 8 * j + 2 * i);
+        }
+        const SplitPair a = split<T>(v.x, v.y);
+        const SplitPair b = split<T>(v.z, v.w);
+        high[s][i] = a.high;
+        low[s][i] = a.low;
+        high[s][i + 1] = b.high;
+        low[s][i + 1] = b.low;
+      }
+    }
+  }
+
+  // Two sums, so that products of the high and low parts of q do not wait for each other.
+  static __device__ __forceinline__ void multiply_keys(float (&scores)[4],
+                                                       const uint4 (&k)[kKeySteps][2],
+                                                       const std::uint32_t (&high)[kKeySteps][4],
+                                                       const std::uint32_t (&low)[kKeySteps][4]) {
+    float rest[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] = 0;
+#pragma unroll
+    for (int s = 0; s < kKeySteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const std::uint32_t a[4] = {word(k[s][0], i), word(k[s][1], i), word(k[s][0], i + 1),
+                                    word(k[s][1], i + 1)};
+        mma<T>(scores, a, high[s][i], high[s][i + 1]);
+        mma<T>(rest, a, low[s][i], low[s][i + 1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] += rest[i];
+  }
+  static __device__ __forceinline__ void add_values(float (&sums)[kValueSteps][4][4],
+                                                    const uint4 (&v)[kValueSteps][4],
+                                                    const SplitPair& w0, const SplitPair& w1) {
+#pragma unroll
+    for (int s = 0; s < kValueSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t a[4] = {__byte_perm(word(v[s][0], i), word(v[s][1], i), 0x5410),
+                                    __byte_perm(word(v[s][0], i), word(v[s][1], i), 0x7632),
+                                    __byte_perm(word(v[s][2], i), word(v[s][3], i), 0x5410),
+                                    __byte_perm(word(v[s][2], i), word(v[s][3], i), 0x7632)};
+        mma<T>(sums[s][i], a, w0.high, w1.high);
+        mma<T>(sums[s][i], a, w0.low, w1.low);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(const Tables& tables) const {
+    uint4 k[kTiles][kKeySteps][2];
+    uint4 v[kTiles][kValueSteps][4];
+    Walk at{item.block, item.block};
+    HeadConstants<kPairs> constants;
+    if (p.fused) {
+      // Positions before the step: no kernel that may still run writes them.
+      load_first(k, v, at);
+      constants.load(p);
+      place_fresh(tables, fresh, memory);
+    }
+    for (int ahead = p.fused ? 1 : 0; ahead < kAhead; ++ahead) {
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) fetch(at.block + (ahead * kTiles + u) * item.ranks);
+    }
+    if (p.fused) {
+      constants.turns =
+          make_turns<kPairs>(constants.frequencies, item.position, p.heads.attention_factor);
+    }
+    if (item.ranks > 1) cluster_wait();  // all have started
+    wait_for_previous();
+    if (!p.fused) load_first(k, v, at);
+    prepare_item<T, kPairs>(p, item, tables, fresh, memory, constants);
+    std::uint32_t q_high[kKeySteps][4];
+    std::uint32_t q_low[kKeySteps][4];
+    load_q(q_high, q_low);
+
+    const float scale = p.attention.scale * kLog2e;
+    float sums[kValueSteps][4][4] = {};
+    float most[2] = {kNoScore, kNoScore};  // of heads 2j and 2j + 1
+    float total[2] = {0, 0};               // of this lane's positions
+#pragma unroll 1
+    for (;;) {
+      Walk next = at;
+      const bool last = next.next(item, kTiles);
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) fetch(at.block + (kAhead * kTiles + u) * item.ranks);
+      float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
+      float best[2] = {most[0], most[1]};
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        const int base = tile_base(at.block + u * item.ranks);
+        if (base < item.end) {
+          if (base + 15 >= fresh.low) add_fresh_keys(k[u], base);
+          multiply_keys(scores[u], k[u], q_high, q_low);
+        }
+        load_keys(k[u], next.block + u * item.ranks);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool inside = base + r + 4 * (i & 2) < item.end;
+          scores[u][i] = inside ? scores[u][i] * scale : -INFINITY;
+          best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
+        }
+      }
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int offset = 4; offset < 32; offset <<= 1) {
+          best[i] = fmaxf(best[i], __shfl_xor_sync(kAllLanes, best[i], offset));
+        }
+        factor[i] = exp2_approx(most[i] - best[i]);
+        most[i] = best[i];
+        total[i] *= factor[i];
+      }
+#pragma unroll
+      for (int s = 0; s < kValueSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) sums[s][i][c] *= factor[c & 1];
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        const int base = tile_base(at.block + u * item.ranks);
+        if (base < item.end) {
+          float w[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            w[i] = exp2_approx(scores[u][i] - most[i & 1]);
+            total[i & 1] += w[i];
+          }
+          SplitPair w0 = split<T>(w[0], w[1]);
+          SplitPair w1 = split<T>(w[2], w[3]);
+          w0 = {transpose(w0.high), transpose(w0.low)};
+          w1 = {transpose(w1.high), transpose(w1.low)};
+          if (base + 15 >= fresh.low) add_fresh_values(v[u], base);
+          add_values(sums, v[u], w0, w1);
+        }
+        load_values(v[u], next.block + u * item.ranks);
+      }
+      if (last) {
+        store(sums, most, total);
+        end_rank(p, value_dim, memory, at.rank);
+        if (next.block == item.blocks) break;
+        __syncthreads();  // the warps' results have been read
+#pragma unroll
+        for (int s = 0; s < kValueSteps; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) sums[s][i][c] = 0;
+          }
+        }
+        most[0] = most[1] = kNoScore;
+        total[0] = total[1] = 0;
+      }
+      at = next;
+    }
+    store_fresh(p, fresh, memory);
+    add_parts(p, value_dim, memory);
+  }
+
+  __device__ __forceinline__ void load_first(uint4 (&k)[kTiles][kKeySteps][2],
+                                             uint4 (&v)[kTiles][kValueSteps][4],
+                                             const Walk& at) const {
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) load_keys(k[u], at.block + u * item.ranks);
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) load_values(v[u], at.block + u * item.ranks);
+  }
+
+  // To where end_rank() adds the warps'.
+  __device__ __forceinline__ void store(const float (&sums)[kValueSteps][4][4],
+                                        const float (&most)[2], float (&total)[2]) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int offset = 4; offset < 32; offset <<= 1) {
+        total[i] += __shfl_xor_sync(kAllLanes, total[i], offset);
+      }
+      const int place = warp * kItemHeads + 2 * j + i;
+      if (r == 0) memory.score[place] = make_float2(most[i], total[i]);
+      float* row = memory.merge + place * (value_dim + kMergePad);
+#pragma unroll
+      for (int s = 0; s < kValueSteps; ++s) {
+        if (!value_inside(s)) continue;
+        auto* to = reinterpret_cast<float4*>(row + 64 * s + 8 * r);
+        to[0] = make_float4(sums[s][0][i], sums[s][0][i + 2], sums[s][1][i], sums[s][1][i + 2]);
+        to[1] = make_float4(sums[s][2][i], sums[s][2][i + 2], sums[s][3][i], sums[s][3][i + 2]);
+      }
+    }
+  }
+};
+
+}  // namespace pianola::cuda
