@@ -32,6 +32,20 @@ __device__ __forceinline__ uint4 load_weight(const void* p) {
   return v;
 }
 
+// 16 bytes to shared memory, past the first-level cache, without a register. Copies end in groups:
+// wait_copies<n>() returns when at most n groups of this thread are on their way.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+template <int kGroups>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Brings a line to the second-level cache.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
