@@ -232,7 +232,8 @@ void measure(const BenchOptions& options, const std::vector<BenchTest>& tests, R
 
 int run(BenchOptions options) {
   check_lengths(options);
-  const auto tests = bench_tests(options.prompts, options.generations, options.depths, options.rows);
+  const auto tests =
+      bench_tests(options.prompts, options.generations, options.depths, options.rows);
   if (tests.empty())
     fail(ErrorCode::kInvalidArgument, "there is nothing to measure: -p and -n are 0");
   int longest = 0;

@@ -8,9 +8,11 @@
 
 namespace pianola {
 
-std::vector<std::string> backend_names() { std::vector<std::string> names = {"cpu", "reference"};
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names = {"cpu", "reference"};
   if (cuda::built_in()) names.insert(names.begin(), "cuda");
-  return names; }
+  return names;
+}
 
 std::unique_ptr<Backend> make_backend(std::string_view name, const BackendOptions& options) {
   if (name == "cpu") return std::make_unique<cpu::CpuBackend>(options);

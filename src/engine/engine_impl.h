@@ -33,12 +33,12 @@ struct Engine::Impl {
   std::unique_ptr<ProgramCache> programs;
   std::unique_ptr<RowTable> rows;
   std::unique_ptr<StepTables> tables;
-  std::vector<Lane> lanes;         // of the step at hand; never grows
+  std::vector<Lane> lanes;          // of the step at hand; never grows
   std::vector<TokenEvent> events;   // of the last call; never grows
   std::vector<TokenEvent> waiting;  // computed, and not handed out yet
   Program* running = nullptr;       // a run that stream() began and that may still go on
   std::vector<int> running_rows;    // its rows; empty: all
-  std::vector<float> logits;       // [logits_chunk, vocab] when recorded
+  std::vector<float> logits;        // [logits_chunk, vocab] when recorded
   EngineCounters counters;
   bool healthy = true;
   int step_tokens = 0;  // most tokens in one step that samples

@@ -61,9 +61,10 @@ Matrix make_matrix(DType dtype, int rows, int cols, unsigned seed) {
   } else {
     const std::vector<float> values = random_floats(count, seed, 0.05F);
     for (int r = 0; r < rows; ++r) {
-      quantize_row(dtype, values.data() + static_cast<std::size_t>(r) * static_cast<std::size_t>(cols),
-                   reinterpret_cast<std::uint8_t*>(file.data()) + static_cast<std::size_t>(r) * stride,
-                   static_cast<std::size_t>(cols));
+      quantize_row(
+          dtype, values.data() + static_cast<std::size_t>(r) * static_cast<std::size_t>(cols),
+          reinterpret_cast<std::uint8_t*>(file.data()) + static_cast<std::size_t>(r) * stride,
+          static_cast<std::size_t>(cols));
     }
   }
   m.values.resize(count);
@@ -79,7 +80,11 @@ Matrix make_matrix(DType dtype, int rows, int cols, unsigned seed) {
     repack(dtype, rows, cols, raw.data(), m.packed.data(), test_launch());
     check(cudaDeviceSynchronize(), "repack");
   }
-  m.view = {codes, scales, rows, cols, m.packed.data(),
+  m.view = {codes,
+            scales,
+            rows,
+            cols,
+            m.packed.data(),
             scales == Scales::kNone ? nullptr : m.packed.data() + scale_offset(codes, rows, cols)};
   return m;
 }
@@ -151,8 +156,8 @@ class Product {
         double sum = 0;
         double magnitude = 0;
         for (int c = 0; c < case_.cols; ++c) {
-          const double term =
-              static_cast<double>(w[c]) * x[c] * scale * (with_norm ? norm_[static_cast<std::size_t>(c)] : 1.0F);
+          const double term = static_cast<double>(w[c]) * x[c] * scale *
+                              (with_norm ? norm_[static_cast<std::size_t>(c)] : 1.0F);
           sum += term;
           magnitude += term * term;
         }
@@ -186,8 +191,14 @@ class LinearForms : public ::testing::TestWithParam<DType> {};
 TEST_P(LinearForms, AgreesWithSumsInDouble) {
   const DType dtype = GetParam();
   const bool super = is_quantized(dtype) && dtype_info(dtype).elements == 256;
-  for (const auto& [rows, cols] : {std::pair{1, 256}, {7, 512}, {64, 256}, {129, 768}, {960, 1536},
-                                   {520, 2048}, {72, 8192}, {1003, 2304}}) {
+  for (const auto& [rows, cols] : {std::pair{1, 256},
+                                   {7, 512},
+                                   {64, 256},
+                                   {129, 768},
+                                   {960, 1536},
+                                   {520, 2048},
+                                   {72, 8192},
+                                   {1003, 2304}}) {
     Product product({dtype, rows, cols}, 64, 17U + static_cast<unsigned>(rows));
     for (const int tokens : {1, 2, 8, 9, 16, 31, 64}) {
       for (const bool norm : {false, true}) {
@@ -271,7 +282,8 @@ TEST(Linear, PartsShareALaunchAndGather) {
           sum += static_cast<double>(matrices[i].values[static_cast<std::size_t>(r * kCols + c)]) *
                  x[static_cast<std::size_t>(gather[static_cast<std::size_t>(t)] * kCols + c)];
         }
-        ASSERT_NEAR(y[static_cast<std::size_t>(t * rows[i] + r)], sum, 2e-4) << i << " " << t << " " << r;
+        ASSERT_NEAR(y[static_cast<std::size_t>(t * rows[i] + r)], sum, 2e-4)
+            << i << " " << t << " " << r;
       }
     }
   }

@@ -71,7 +71,8 @@ class Chain : public ::testing::Test {
     a.residual = x_.data();
     linear(a, to);
   }
-  void gate_up(const Layer& l, int tokens, const DeviceArray<std::int32_t>& count, const Launch& to) {
+  void gate_up(const Layer& l, int tokens, const DeviceArray<std::int32_t>& count,
+               const Launch& to) {
     LinearArgs a = args(tokens, count, x_.data(), kWidth, true);
     a.parts = 2;
     a.end = LinearEnd::kGated;
@@ -89,7 +90,8 @@ class Chain : public ::testing::Test {
   double time(int tokens, const std::function<void(const Layer&, const DeviceArray<std::int32_t>&,
                                                    const Launch&)>& layer) {
     const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
-    Launch to{.stream = stream_, .sms = multiprocessors(), .dependent = true, .dependent_inside = true};
+    Launch to{
+        .stream = stream_, .sms = multiprocessors(), .dependent = true, .dependent_inside = true};
     check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
     for (const Layer& l : layers_) layer(l, count, to);
     cudaGraph_t graph = nullptr;
@@ -126,10 +128,15 @@ class Chain : public ::testing::Test {
 TEST_F(Chain, Timing) {
   for (const int tokens : {1, 8, 32, 64}) {
     using Count = DeviceArray<std::int32_t>;
-    const double a = time(tokens, [&](const Layer& l, const Count& c, const Launch& to) { qkv(l, tokens, c, to); });
-    const double b = time(tokens, [&](const Layer& l, const Count& c, const Launch& to) { o(l, tokens, c, to); });
-    const double d = time(tokens, [&](const Layer& l, const Count& c, const Launch& to) { gate_up(l, tokens, c, to); });
-    const double e = time(tokens, [&](const Layer& l, const Count& c, const Launch& to) { down(l, tokens, c, to); });
+    const double a = time(
+        tokens, [&](const Layer& l, const Count& c, const Launch& to) { qkv(l, tokens, c, to); });
+    const double b = time(
+        tokens, [&](const Layer& l, const Count& c, const Launch& to) { o(l, tokens, c, to); });
+    const double d = time(tokens, [&](const Layer& l, const Count& c, const Launch& to) {
+      gate_up(l, tokens, c, to);
+    });
+    const double e = time(
+        tokens, [&](const Layer& l, const Count& c, const Launch& to) { down(l, tokens, c, to); });
     const double all = time(tokens, [&](const Layer& l, const Count& c, const Launch& to) {
       qkv(l, tokens, c, to);
       o(l, tokens, c, to);
@@ -137,8 +144,10 @@ TEST_F(Chain, Timing) {
       down(l, tokens, c, to);
     });
     // Bytes at 4,600 GB/s: 2.7, 1.8, 14.6, 7.3 us.
-    std::printf("tokens %2d: qkv %5.2f us, o %5.2f us, gate and up %5.2f us, down %5.2f us; a layer %5.2f us\n",
-                tokens, a, b, d, e, all);
+    std::printf(
+        "tokens %2d: qkv %5.2f us, o %5.2f us, gate and up %5.2f us, down %5.2f us; a layer %5.2f "
+        "us\n",
+        tokens, a, b, d, e, all);
   }
 }
 

@@ -46,8 +46,8 @@ WeightLayout CudaBackend::weight_layout(const WeightDecl& decl) const {
          dtype_name(decl.dtype), decl.rows, decl.cols);
   }
   return {.mapped = false,
-          .bytes = packed_bytes(codes, scales, static_cast<int>(decl.rows),
-                                static_cast<int>(decl.cols)),
+          .bytes =
+              packed_bytes(codes, scales, static_cast<int>(decl.rows), static_cast<int>(decl.cols)),
           .dtype = decl.dtype,
           .form = 1};
 }
@@ -99,10 +99,11 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     if (!attention) continue;
     const FullAttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
     if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {
-      fail(ErrorCode::kUnsupported,
-           "cuda backend: attention of layer {}: {} heads on {} with widths {} and {} has no kernel "
-           "(widths must be multiples of 8 and at most 256)",
-           attention->cache.index, attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim);
+      fail(
+          ErrorCode::kUnsupported,
+          "cuda backend: attention of layer {}: {} heads on {} with widths {} and {} has no kernel "
+          "(widths must be multiples of 8 and at most 256)",
+          attention->cache.index, attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim);
     }
   }
 }

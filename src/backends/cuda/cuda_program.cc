@@ -115,8 +115,8 @@ void CudaProgram::issue_round() {
       kernels_.issue_ops(device_.stream(), i, i + 1, nullptr);
       const cudaError_t status = cudaStreamSynchronize(device_.stream());
       if (status != cudaSuccess) {
-        fail(ErrorCode::kDevice, "cuda: op {} ({}): {}", i, op_name(ops[static_cast<std::size_t>(i)]),
-             cudaGetErrorString(status));
+        fail(ErrorCode::kDevice, "cuda: op {} ({}): {}", i,
+             op_name(ops[static_cast<std::size_t>(i)]), cudaGetErrorString(status));
       }
     }
   } else {

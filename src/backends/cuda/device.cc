@@ -46,7 +46,8 @@ class VirtualMemory {
   static void find(const char* name, F& function) {
     void* address = nullptr;
     cudaDriverEntryPointQueryResult result = {};
-    check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &result), name);
+    check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &result),
+          name);
     if (result != cudaDriverEntryPointSuccess || !address) {
       fail(ErrorCode::kDevice, "cuda: the driver has no {}; it is too old", name);
     }
@@ -150,8 +151,8 @@ Device::Device(int index) : index_(index) {
          "cuda: {} has compute capability {}.{}; the kernels need 8.0 or newer", property.name,
          property.major, property.minor);
   }
-  name_ = fmt::format("{} (compute capability {}.{}, {} multiprocessors, {:.0f} GiB)", property.name,
-                      property.major, property.minor, property.multiProcessorCount,
+  name_ = fmt::format("{} (compute capability {}.{}, {} multiprocessors, {:.0f} GiB)",
+                      property.name, property.major, property.minor, property.multiProcessorCount,
                       static_cast<double>(property.totalGlobalMem) / (1 << 30));
   multiprocessors_ = property.multiProcessorCount;
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
@@ -183,7 +184,8 @@ std::unique_ptr<DeviceMemory> Device::allocate(std::size_t bytes, MemoryUse use)
 
 void Device::write(void* device, const void* host, std::size_t bytes) {
   if (bytes > kStagingBytes / 4) {
-    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream_), "copy to the device");
+    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream_),
+          "copy to the device");
     synchronize();
     return;
   }

@@ -101,16 +101,17 @@ Gemm::Gemm(const GemmLibrary& library, int tokens, int rows, int cols, GemmOut o
   g.residual = residual;
   check_blas(functions.desc_create(&g.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "descriptor");
   const cublasOperation_t transposed = CUBLAS_OP_T;
-  check_blas(functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof(transposed)),
-             "transposition");
+  check_blas(
+      functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof(transposed)),
+      "transposition");
   if (bias) {
     const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-    check_blas(functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue)),
-               "bias");
-    const cudaDataType_t type = CUDA_R_32F;
     check_blas(
-        functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof(type)),
-        "bias type");
+        functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue)),
+        "bias");
+    const cudaDataType_t type = CUDA_R_32F;
+    check_blas(functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof(type)),
+               "bias type");
   }
   const auto n = [](int v) { return static_cast<std::uint64_t>(v); };
   check_blas(functions.layout_create(&g.w, CUDA_R_16BF, n(cols), n(rows), cols), "layout");
@@ -125,13 +126,13 @@ Gemm::Gemm(const GemmLibrary& library, int tokens, int rows, int cols, GemmOut o
                            sizeof(workspace));
   cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
-  const cublasStatus_t status = functions.heuristic(g.handle, g.desc, g.w, g.x, g.y, g.y,
-                                                    preference, 1, &result, &found);
+  const cublasStatus_t status =
+      functions.heuristic(g.handle, g.desc, g.w, g.x, g.y, g.y, preference, 1, &result, &found);
   functions.preference_destroy(preference);
   check_blas(status, "choosing an algorithm");
   if (found == 0) {
-    fail(ErrorCode::kDevice, "cuda: cuBLASLt has no algorithm for {} tokens by [{}, {}]", tokens, rows,
-         cols);
+    fail(ErrorCode::kDevice, "cuda: cuBLASLt has no algorithm for {} tokens by [{}, {}]", tokens,
+         rows, cols);
   }
   g.algorithm = result.algo;
 }

@@ -32,8 +32,8 @@ class GemmLibrary {
   void* handle_ = nullptr;  // cublasLtHandle_t
 };
 
-// y[t] = W x[t] (+ bias) (+ residual[t]) with x [tokens, cols] and W [rows, cols] in bfloat16, sums in
-// f32.
+// y[t] = W x[t] (+ bias) (+ residual[t]) with x [tokens, cols] and W [rows, cols] in bfloat16, sums
+// in f32.
 class Gemm {
  public:
   // Throws Device when no algorithm does it.
@@ -43,7 +43,8 @@ class Gemm {
   Gemm(Gemm&&) noexcept;
   Gemm& operator=(Gemm&&) noexcept;
 
-  // `y` [tokens, rows] of the form chosen; `residual` f32, may be y; `workspace` kGemmWorkspaceBytes.
+  // `y` [tokens, rows] of the form chosen; `residual` f32, may be y; `workspace`
+  // kGemmWorkspaceBytes.
   void run(const void* weight, const void* x, const float* bias, const float* residual, void* y,
            std::byte* workspace, cudaStream_t stream) const;
 

@@ -39,7 +39,8 @@ bool is_gemm_form(const WeightDecl& decl) {
 
 struct Sizes {
   int kv_heads = 0, heads = 0, value_dim = 0;
-  std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, vocab = 0, score_vocab = 0;
+  std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, vocab = 0,
+               score_vocab = 0;
   std::int64_t head_width = 0;
 };
 
@@ -95,9 +96,9 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
   const std::size_t tokens = size_of(plan.shape.tokens);
   CudaScratch c;
   Pieces pieces;
-  c.attention = pieces.take(attention_scratch_bytes(std::min(plan.shape.tokens, kDecodeTokens), s.heads,
-                                                    s.kv_heads, s.value_dim,
-                                                    tables.cache_shape.capacity));
+  c.attention =
+      pieces.take(attention_scratch_bytes(std::min(plan.shape.tokens, kDecodeTokens), s.heads,
+                                          s.kv_heads, s.value_dim, tables.cache_shape.capacity));
   if (s.vocab > 0 && plan.shape.variant == StepVariant::kSample) {
     c.sample = pieces.take(sample_scratch_bytes(plan.shape.logit_rows, static_cast<int>(s.vocab)));
   }
@@ -267,9 +268,9 @@ void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) co
     return;
   }
   auto* x = scratch<void>(layout_.normed);
-  rms_norm_bf16({.in = bound_.buffer(op.in), .width = width, .count = token_count(),
-                 .tokens = tokens()},
-                x, l);
+  rms_norm_bf16(
+      {.in = bound_.buffer(op.in), .width = width, .count = token_count(), .tokens = tokens()}, x,
+      l);
   products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
                                bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
 }
@@ -280,10 +281,9 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
     WeightId bias;
     float* out;
   };
-  const std::array<Target, 3> targets = {
-      {{op.q, op.q_bias, bound_.buffer(op.q_out)},
-       {op.k, op.k_bias, scratch<float>(layout_.k)},
-       {op.v, op.v_bias, scratch<float>(layout_.v)}}};
+  const std::array<Target, 3> targets = {{{op.q, op.q_bias, bound_.buffer(op.q_out)},
+                                          {op.k, op.k_bias, scratch<float>(layout_.k)},
+                                          {op.v, op.v_bias, scratch<float>(layout_.v)}}};
   const int width = static_cast<int>(bound_.width(op.in));
   const std::vector<Gemm>& gemm = products_[index].gemm;
   if (gemm.size() == 3) {
@@ -314,7 +314,8 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
     const PackedWeight first = packed(targets[i].weight);
     for (; i < 3 && same_form(first, packed(targets[i].weight)); ++i) {
       const PackedWeight weight = packed(targets[i].weight);
-      args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out, weight.rows};
+      args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out,
+                                 weight.rows};
     }
     multiply(args, tokens(), next);
     next.dependent = l.dependent_inside;

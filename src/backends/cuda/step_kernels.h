@@ -13,28 +13,28 @@
 
 namespace pianola::cuda {
 
-// How the tokens of a Plan are computed (cache-contract.md, section 6): at most kDecodeTokens in one
-// order of summation, or prompt chunks by cuBLASLt.
+// How the tokens of a Plan are computed (cache-contract.md, section 6): at most kDecodeTokens in
+// one order of summation, or prompt chunks by cuBLASLt.
 enum class StepClass { kDecode, kChunk };
 
 struct CudaOptions {
-  bool eager = false;             // op by op instead of a graph
-  bool check_each = false;        // eager: wait for each op and name the one that failed
-  bool dependent_launch = true;   // programmatic dependent launch edges
-  bool batch_invariant = false;   // chunks in the order of the decode class
+  bool eager = false;            // op by op instead of a graph
+  bool check_each = false;       // eager: wait for each op and name the one that failed
+  bool dependent_launch = true;  // programmatic dependent launch edges
+  bool batch_invariant = false;  // chunks in the order of the decode class
 };
 
-// Offsets into the scratch that a Plan's kernels share. That of attention comes first: it begins with
-// counters, at the same place in every Plan, that are zero between launches and must stay so.
+// Offsets into the scratch that a Plan's kernels share. That of attention comes first: it begins
+// with counters, at the same place in every Plan, that are zero between launches and must stay so.
 struct CudaScratch {
   std::size_t attention = 0;
   std::size_t sample = 0;
-  std::size_t linear = 0;  // of linear()
-  std::size_t k = 0;       // [tokens, kv_heads * key_dim] f32
-  std::size_t v = 0;       // [tokens, kv_heads * value_dim] f32
-  std::size_t gate = 0;    // [tokens, ff] f32, or bf16 in the chunk class
-  std::size_t up = 0;      // [tokens, ff] bf16, only in the chunk class
-  std::size_t normed = 0;  // [tokens, widest] bf16, only in the chunk class
+  std::size_t linear = 0;    // of linear()
+  std::size_t k = 0;         // [tokens, kv_heads * key_dim] f32
+  std::size_t v = 0;         // [tokens, kv_heads * value_dim] f32
+  std::size_t gate = 0;      // [tokens, ff] f32, or bf16 in the chunk class
+  std::size_t up = 0;        // [tokens, ff] bf16, only in the chunk class
+  std::size_t normed = 0;    // [tokens, widest] bf16, only in the chunk class
   std::size_t unpacked = 0;  // the largest block-format matrix in bf16, only in the chunk class
   std::size_t gemm = 0;
   std::size_t logits = 0;  // [kDecodeTokens, vocab] f32, for ScoreOp

@@ -12,9 +12,13 @@ namespace pianola::cuda {
 inline constexpr unsigned kAllLanes = 0xffffffffU;
 
 // Everything the kernels before this one wrote is visible afterwards.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 // The next kernel may start to load what does not depend on this one.
-__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void allow_next() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // Activations are read past the first-level cache: with overlapping kernels it may hold what an
 // address contained before.
@@ -67,7 +71,9 @@ __device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
-__device__ __forceinline__ float bf16_low(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_low(std::uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
 __device__ __forceinline__ float bf16_high(std::uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000U);
 }
@@ -84,8 +90,8 @@ __device__ __forceinline__ SplitPair split_bf16(float a, float b) {
 }
 
 // d += a b with a [16, 16], b [16, 8], bfloat16 parts and f32 sums.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                         std::uint32_t b1) {
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
+                                         std::uint32_t b0, std::uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"

@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    gate_bf16_kernel(const uint4* gate, const uint4* up, const float* gate_bias, const float* up_bias,
-                     uint4* out, int width, std::int64_t count) {
+    gate_bf16_kernel(const uint4* gate, const uint4* up, const float* gate_bias,
+                     const float* up_bias, uint4* out, int width, std::int64_t count) {
   allow_next();
   wait_for_previous();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads)
     float g1 = bf16_high(g[k]);
     float u0 = bf16_low(u[k]);
     float u1 = bf16_high(u[k]);
-    if (gate_bias) g0 += __ldg(gate_bias + column + 2 * k), g1 += __ldg(gate_bias + column + 2 * k + 1);
+    if (gate_bias)
+      g0 += __ldg(gate_bias + column + 2 * k), g1 += __ldg(gate_bias + column + 2 * k + 1);
     if (up_bias) u0 += __ldg(up_bias + column + 2 * k), u1 += __ldg(up_bias + column + 2 * k + 1);
     o[k] = pack_bf16(gated(g0, u0), gated(g1, u1));
   }

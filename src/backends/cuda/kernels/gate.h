@@ -6,8 +6,8 @@
 namespace pianola::cuda {
 
 struct GateArgs {
-  const void* gate = nullptr;  // [tokens, width]
-  const void* up = nullptr;    // [tokens, width]
+  const void* gate = nullptr;        // [tokens, width]
+  const void* up = nullptr;          // [tokens, width]
   const float* gate_bias = nullptr;  // [width] or null; only of gate_bf16
   const float* up_bias = nullptr;
   void* out = nullptr;  // [tokens, width]; of gate_f32 it may be gate

@@ -16,8 +16,8 @@ namespace pianola::cuda {
 
 struct Launch {
   cudaStream_t stream = nullptr;
-  int sms = 1;             // multiprocessors of the device
-  bool dependent = false;  // programmatic dependent launch edge from the kernel before
+  int sms = 1;                    // multiprocessors of the device
+  bool dependent = false;         // programmatic dependent launch edge from the kernel before
   bool dependent_inside = false;  // the same between the kernels of one op
 };
 
@@ -35,7 +35,8 @@ void launch_kernel(const Launch& launch, const char* name, void (*kernel)(Params
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = launch.dependent ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...), name);
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...),
+        name);
 }
 
 }  // namespace pianola::cuda

@@ -32,16 +32,16 @@ struct LinearArgs {
   LinearPart part[3];  // equal cols and forms may differ in rows; parts share the input
   int parts = 1;
   LinearEnd end = LinearEnd::kStore;
-  const float* in = nullptr;           // [tokens, in_ld]
+  const float* in = nullptr;  // [tokens, in_ld]
   int in_ld = 0;
-  const float* norm = nullptr;         // [cols]: RMS norm of the input, or null
+  const float* norm = nullptr;  // [cols]: RMS norm of the input, or null
   float eps = 0;
-  const float* residual = nullptr;     // [tokens, part[0].ld] or null; may be part[0].out
-  const std::int32_t* count = nullptr; // [1] live tokens (or logit rows)
+  const float* residual = nullptr;       // [tokens, part[0].ld] or null; may be part[0].out
+  const std::int32_t* count = nullptr;   // [1] live tokens (or logit rows)
   const std::int32_t* gather = nullptr;  // [count] input row of each token, or null: the same index
   int in_rows = 1;                       // rows of `in`, when there is a gather
   std::byte* scratch = nullptr;          // linear_scratch_bytes()
-  int tokens = 1;  // of the bucket: the most there can be, <= kDecodeTokens
+  int tokens = 1;                        // of the bucket: the most there can be, <= kDecodeTokens
   // A larger step is computed in several launches: this one takes live tokens from `first` on.
   int first = 0;
   bool out_first = false;  // its results go to rows 0, 1, ... of `out`

@@ -6,8 +6,9 @@
 //   kInt8: groups of 64 columns, 64 bytes each:  [row][group][t: 4][block: 2] eight bytes of codes.
 //
 // A block is 32 columns; lane t holds its columns 4t..4t+3 and 16+4t..16+4t+3, in this order. In a
-// word of kInt4, column j (0..7 of that order) is nibble j/2 + 4 (j%2): pair i is nibbles i and i+4.
-// Codes of kInt4 are 0..15; of kInt8 signed. Columns are padded to whole groups with zero scales.
+// word of kInt4, column j (0..7 of that order) is nibble j/2 + 4 (j%2): pair i is nibbles i and
+// i+4. Codes of kInt4 are 0..15; of kInt8 signed. Columns are padded to whole groups with zero
+// scales.
 //
 // The scales follow, [row][block of 32] unless said otherwise:
 //   kHalfPair  half d, half m:   value = d * code + m   (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)
