@@ -11,6 +11,8 @@ The rules, each with the line that breaks it:
     dependency in CMake is easily mended the wrong way round;
   - what the CMakeLists.txt of a layer names as DEPENDS is what stands here;
   - the public API includes nothing but itself and system headers;
+  - what is in backends/cuda/ is included from there and from tests of it: everything else sees
+    backends/cuda.h, which a build without CUDA has as well;
   - environment variables are read in apps/ only: below it, options are arguments;
   - no #if on CUDA in C++: CMake links a backend or its stub.
 """
@@ -64,6 +66,7 @@ def sources(folder):
 
 def check_file(root, path, allowed, may_read_environment):
     """Yields (line, message) for each broken rule of one file; `allowed` None means any layer."""
+    inside_cuda = root / "src/backends/cuda" in path.parents
     for number, line in enumerate(strip_comments(path.read_text(errors="replace")).split("\n"), 1):
         include = INCLUDE.match(line)
         if include:
@@ -84,6 +87,8 @@ def check_file(root, path, allowed, may_read_environment):
                     yield number, f'"{name}": the layer {first} is not below this one'
                 elif not (root / "src" / name).is_file():
                     yield number, f'"{name}": there is no src/{name}'
+        if include and include.group(2).startswith("backends/cuda/") and not inside_cuda:
+            yield number, f'"{include.group(2)}": outside of backends/cuda/ there is backends/cuda.h'
         if not may_read_environment and GETENV.search(line):
             yield number, "reads an environment variable: only apps/ does, and passes a value down"
         if path.suffix in {".h", ".cc", ".inc"} and CUDA_IF.match(line):

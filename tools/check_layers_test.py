@@ -74,6 +74,16 @@ class CheckLayers(Tree):
             self.write("src/backends/bad.cc", line + "\n#endif\n")
             self.assert_finds("a condition on CUDA")
 
+    def test_the_inside_of_the_cuda_backend(self):
+        self.write("src/backends/cuda.h", "")
+        self.write("src/backends/cuda/device.h", "")
+        self.write("src/backends/cuda/device.cc",
+                   '#include "backends/cuda.h"\n#include "backends/cuda/device.h"\n')
+        self.write("src/backends/registry.cc", '#include "backends/cuda.h"\n')
+        self.assertEqual(check_layers.check(self.root), [])
+        self.write("src/engine/bad.cc", '\n#include "backends/cuda/device.h"\n')
+        self.assert_finds("src/engine/bad.cc:2", "backends/cuda.h")
+
     def test_a_dependency_in_cmake_that_points_up(self):
         self.write("src/tensor/CMakeLists.txt", "pianola_layer(tensor DEPENDS base models LINK fmt)\n")
         self.assert_finds("src/tensor/CMakeLists.txt", "models")

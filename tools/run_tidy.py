@@ -93,7 +93,9 @@ def main():
     parser.add_argument("files", nargs="*", type=pathlib.Path)
     arguments = parser.parse_args()
     database = json.loads((pathlib.Path(arguments.build) / "compile_commands.json").read_text())
-    entries = {pathlib.Path(entry["file"]).resolve(): entry for entry in database}
+    # Kernels are nvcc's: clang does not take its flags.
+    entries = {pathlib.Path(entry["file"]).resolve(): entry for entry in database
+               if not entry["file"].endswith(".cu")}
     wanted = {file.resolve() for file in arguments.files} or set(entries)
     if arguments.since:
         wanted &= changed_files(arguments.since)
