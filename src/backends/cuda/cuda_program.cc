@@ -21,7 +21,7 @@ std::uint64_t ring_head(const StepState& state) {
 
 }  // namespace
 
-CapturedGraph::CapturedGraph(const StepKernels& kernels, cudaStream_t stream, bool loop) {
+CapturedGraph::CapturedGraph(const IssueRound& issue, cudaStream_t stream, bool loop) {
   check(cudaGraphCreate(&graph_, 0), "making a graph");
   try {
     cudaGraphConditionalHandle handle = 0;
@@ -42,7 +42,7 @@ CapturedGraph::CapturedGraph(const StepKernels& kernels, cudaStream_t stream, bo
                                         cudaStreamCaptureModeThreadLocal),
           "beginning capture");
     try {
-      kernels.issue(stream, loop ? &handle : nullptr);
+      issue(stream, loop ? &handle : nullptr);
     } catch (...) {
       cudaGraph_t ignored = nullptr;
       cudaStreamEndCapture(stream, &ignored);
@@ -82,13 +82,16 @@ CudaProgram::CudaProgram(const Plan& plan, const Binding& binding, const CudaOpt
   std::size_t after = 0;
   std::size_t total = 0;
   cudaMemGetInfo(&before, &total);
-  step_ = std::make_unique<CapturedGraph>(kernels_, device.stream(), false);
+  const IssueRound issue = [this](cudaStream_t stream, const cudaGraphConditionalHandle* handle) {
+    kernels_.issue(stream, handle);
+  };
+  step_ = std::make_unique<CapturedGraph>(issue, device.stream(), false);
   ++counters_.captures;
   // Only a step whose tables can feed themselves runs in a loop.
   const StepShape& shape = plan.shape;
   if (shape.variant == StepVariant::kSample && shape.tokens == shape.lanes &&
       shape.lanes == shape.logit_rows) {
-    loop_ = std::make_unique<CapturedGraph>(kernels_, device.stream(), true);
+    loop_ = std::make_unique<CapturedGraph>(issue, device.stream(), true);
     ++counters_.captures;
   }
   device.synchronize();

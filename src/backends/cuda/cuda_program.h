@@ -5,17 +5,23 @@
 
 #include <cuda_runtime.h>
 
+#include <functional>
+
 #include "backends/backend.h"
 #include "backends/cuda/device.h"
 #include "backends/cuda/step_kernels.h"
 
 namespace pianola::cuda {
 
+// Launches one round on the stream. In a loop, the handle is the condition of its node, which the
+// round sets; otherwise it is null.
+using IssueRound = std::function<void(cudaStream_t, const cudaGraphConditionalHandle*)>;
+
 // A graph and its executable form, on the device.
 class CapturedGraph {
  public:
   // Captures one round. With `loop`, as the body of a WHILE node.
-  CapturedGraph(const StepKernels& kernels, cudaStream_t stream, bool loop);
+  CapturedGraph(const IssueRound& issue, cudaStream_t stream, bool loop);
   ~CapturedGraph();
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
