@@ -367,8 +367,9 @@ class Lexer {
 
   void append_escape(std::string& out, std::string_view digits, std::size_t count, int base) const {
     std::uint32_t code = 0;
-    const char* end = digits.data() + digits.size();
-    const auto result = std::from_chars(digits.data(), end, code, base);
+    const char* begin = digits.data();
+    const char* end = begin + digits.size();
+    const auto result = std::from_chars(begin, end, code, base);
     if (digits.size() != count || result.ec != std::errc() || result.ptr != end ||
         code > 0x10FFFF) {
       fail_syntax(line_, "a truncated or illegal escape in a string");

@@ -79,8 +79,9 @@ bool parse_float(std::string_view text, double& out) {
   }
   if (lower[0] == 'i' || lower[0] == 'n') return false;
   double value = 0;
-  const char* end = body.data() + body.size();
-  const auto result = std::from_chars(body.data(), end, value);
+  const char* begin = body.data();
+  const char* end = begin + body.size();
+  const auto result = std::from_chars(begin, end, value);
   if (result.ptr != end || result.ec == std::errc::invalid_argument) return false;
   if (result.ec == std::errc::result_out_of_range) value = std::strtod(digits.c_str(), nullptr);
   out = result.ec == std::errc::result_out_of_range ? value : sign * value;
@@ -100,7 +101,7 @@ Value int_filter(Interpreter& in, const Value& value, Arguments& arguments) {
   Sandbox& sandbox = in.sandbox();
   const Bound bound(sandbox, "int", arguments, {"default", "base"});
   if (value.is_undefined()) fail_undefined(sandbox, value);
-  const Value otherwise = bound.value_or(0, Value::integer(0));
+  Value otherwise = bound.value_or(0, Value::integer(0));
   if (value.is_integral()) return Value::integer(value.as_int());
   if (value.is(Kind::kFloat)) {
     // NaN is a ValueError, which gives the default; infinity an OverflowError, which is raised.

@@ -84,8 +84,9 @@ class StrFormatter {
   }
 
   static bool read_index(std::string_view text, std::int64_t& index) {
-    const char* end = text.data() + text.size();
-    const auto result = std::from_chars(text.data(), end, index);
+    const char* begin = text.data();
+    const char* end = begin + text.size();
+    const auto result = std::from_chars(begin, end, index);
     return !text.empty() && text[0] != '-' && result.ec == std::errc() && result.ptr == end;
   }
 

@@ -24,7 +24,8 @@ std::string format_time(Sandbox& sandbox, std::string_view format, std::int64_t 
       continue;
     }
     std::string directive = "%";
-    if (++i < format.size() && format[i] == '-') directive += format[i++];  // no padding
+    ++i;
+    if (i < format.size() && format[i] == '-') directive += format[i++];  // no padding
     if (i >= format.size()) {
       out += directive;
       break;

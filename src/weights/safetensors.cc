@@ -426,7 +426,7 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, std::string
   header.data_offset = sizeof(std::uint64_t) + text.size();
   header.tensors = std::move(handler.tensors);
   check_coverage(header.tensors, file.size() - header.data_offset, where);
-  NameIndex(header.tensors, where);  // refuses duplicates
+  [[maybe_unused]] const NameIndex names(header.tensors, where);  // refuses duplicates
   for (TensorInfo& tensor : header.tensors) tensor.offset += header.data_offset;
   return header;
 }

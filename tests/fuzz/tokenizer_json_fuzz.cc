@@ -26,7 +26,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         if (joined != pianola::sanitize_utf8(tokenizer->decode(ids))) std::abort();
       }
     }
-  } catch (const pianola::Error&) {
+  } catch (const pianola::Error& e) {
+    if (e.code() == pianola::ErrorCode::kInternal) std::abort();
   }
   return 0;
 }

@@ -25,6 +25,12 @@ class LinearTest : public testing::TestWithParam<std::tuple<DType, Isa>> {
   }
 };
 
+// Where column `column` of row `row` lies in a matrix of `width` columns.
+std::size_t at(int row, int width, int column) {
+  return static_cast<std::size_t>(row) * static_cast<std::size_t>(width) +
+         static_cast<std::size_t>(column);
+}
+
 void expect_same_bits(const float* a, const float* b, std::size_t n, const char* what) {
   for (std::size_t i = 0; i < n; ++i) {
     ASSERT_EQ(std::bit_cast<std::uint32_t>(a[i]), std::bit_cast<std::uint32_t>(b[i]))
@@ -38,7 +44,7 @@ void check_against_double(TestWeight& weight, const std::vector<float>& x, int t
   for (int t = 0; t < tokens; ++t) {
     for (int n = 0; n < weight.rows; ++n) {
       const Expected e = expect_output(weight, kind, x.data() + t * weight.cols, n);
-      const double found = y[static_cast<std::size_t>(t * weight.rows + n)];
+      const double found = y[at(t, weight.rows, n)];
       ASSERT_LE(std::fabs(found - e.value), e.bound)
           << "row " << n << " of " << weight.rows << ", token " << t << " of " << tokens
           << ", cols " << weight.cols << ": " << found << " for " << e.value;
@@ -130,7 +136,7 @@ TEST_P(LinearTest, WritesOnlyItsRows) {
     linear(weight.view(), prepared.data(), tokens, 16, 37, y.data(), kWide, scratch.data(), isa());
     for (int t = 0; t < tokens; ++t) {
       for (int n = 0; n < kWide; ++n) {
-        const float value = y[static_cast<std::size_t>(t * kWide + n)];
+        const float value = y[at(t, kWide, n)];
         EXPECT_EQ(value == -7.0F, n < 16 || n >= 37) << "token " << t << " row " << n;
       }
     }
@@ -151,7 +157,7 @@ TEST_P(LinearTest, NotANumberStaysInItsToken) {
       const std::vector<float> y = run_linear(weight, x.data(), cols, tokens, {.isa = isa()});
       for (int t = 0; t < tokens; ++t) {
         for (int n = 0; n < 20; ++n) {
-          const std::size_t i = static_cast<std::size_t>(t * 20 + n);
+          const std::size_t i = at(t, 20, n);
           if (t == victim) {
             EXPECT_FALSE(std::isfinite(y[i])) << t << " " << n;
           } else {
