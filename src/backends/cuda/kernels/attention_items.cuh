@@ -22,6 +22,10 @@ inline constexpr int kItemWarps = kItemThreads / 32;
 inline constexpr int kItemHeads = 8;  // of one group that an item serves
 inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
 inline constexpr int kMostRanks = 16;
+// Keys and values of one round of a thread block, on tensor cores: kRoundChunks of 16 bytes a
+// thread. A thread copies what it will read itself, so that rounds need no barrier.
+inline constexpr int kRoundChunks = 16;
+inline constexpr int kMostStages = 3;
 // Below every score: finite, so that a tile without a position multiplies by 1.
 inline constexpr float kNoScore = -1e30F;
 
@@ -35,6 +39,7 @@ struct DecodeParams {
   int parts = 1;        // of a group, kItemHeads heads each
   int log_cluster = 0;  // blocks of a cluster, at most kMostRanks
   int part_floats = 0;  // of ItemMemory::part
+  int stages = 0;       // rounds of ItemMemory::ring, at most kMostStages; 0 without a ring
 };
 
 // Columns (of four floats) of an item that one thread block adds up, when `active` share them.
@@ -171,6 +176,7 @@ struct ItemMemory {
   float* merge;            // [kItemWarps, kItemHeads, value_dim + kMergePad]
   float2* score;           // [kItemWarps, kItemHeads] as part_score
   int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
+  uint4* ring;             // [kItemWarps, stages, kRoundChunks, 32]
   T* k;                    // [fresh, key_dim]
   T* v;                    // [fresh, value_dim]
 
@@ -185,7 +191,8 @@ struct ItemMemory {
     merge = q + kItemHeads * (key_dim + kMergePad);
     score = reinterpret_cast<float2*>(merge + kItemWarps * kItemHeads * (value_dim + kMergePad));
     place = reinterpret_cast<int*>(score + kItemWarps * kItemHeads);
-    k = reinterpret_cast<T*>(place + kDecodeTokens);
+    ring = reinterpret_cast<uint4*>(place + kDecodeTokens);
+    k = reinterpret_cast<T*>(ring + p.stages * (kItemThreads * kRoundChunks));
     v = k + static_cast<std::size_t>(p.tokens) * key_dim;
   }
 };
@@ -196,7 +203,8 @@ inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element)
                              kItemHeads * (key_dim + kMergePad) +
                              kItemWarps * kItemHeads * (value_dim + kMergePad + 2) + kDecodeTokens;
   const std::size_t fresh = p.fused ? static_cast<std::size_t>(p.tokens) : 0;
-  return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
+  const std::size_t ring = static_cast<std::size_t>(p.stages) * kItemThreads * kRoundChunks * 16;
+  return kItemBytes + floats * 4 + ring + fresh * (key_dim + value_dim) * element;
 }
 
 // --- Parts of a result travel between the thread blocks of a cluster. ---
