@@ -121,7 +121,7 @@ TEST(StaticKvCache, OptionsOutOfRangeAreRefused) {
 TEST(StaticKvCache, MoreThanThereIsIsRefusedWithThePlan) {
   KvCacheOptions options = small();
   options.layers.assign(1000, {.kv_heads = 4096, .key_dim = 4096, .value_dim = 4096});
-  options.max_seq_len = 1 << 20;
+  options.max_seq_len = 1 << 18;
   expect_error(ErrorCode::kOutOfMemory, std::to_string(StaticKvCache::plan(options).total),
                [&] { StaticKvCache cache(options); });
 }
