@@ -422,7 +422,7 @@ GgufHeader parse_gguf(std::span<const std::byte> file, std::string_view where) {
   header.tensors.reserve(tensors);
   for (std::uint64_t i = 0; i < tensors; ++i) header.tensors.push_back(read_tensor(in, i));
   place_tensors(in, header);
-  NameIndex(header.tensors, where);  // refuses duplicates
+  [[maybe_unused]] const NameIndex names(header.tensors, where);  // refuses duplicates
   return header;
 }
 

@@ -248,7 +248,7 @@ TEST(GgufAttack, Alignment) {
 
 TEST(GgufAttack, Dimensions) {
   Gguf g = good();
-  const auto with = [&](std::vector<std::uint64_t> dims, std::uint32_t type = kTypeF32) {
+  const auto with = [&](const std::vector<std::uint64_t>& dims, std::uint32_t type = kTypeF32) {
     g.tensors = {Gguf::tensor("t", dims, type, 0)};
     return refusal(g);
   };
