@@ -579,8 +579,8 @@ TEST(Attend, EveryShapeMatchesDoublePrecision) {
 }
 
 TEST(Attend, LengthsAtEdges) {
-  const int edges[] = {0,   1,   15,  16,  17,   62,   63,   64,   65,   126,
-                       127, 128, 255, 256, 2047, 2048, 2049, 4095, 4096, 8191};
+  const int edges[] = {0,   1,   15,  16,  17,  62,  63,   64,   65,   126,  127,  128,
+                       129, 191, 192, 255, 256, 257, 2047, 2048, 2049, 4095, 4096, 8191};
   for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
     for (int kv_heads : {2, 8}) {  // up to 64 and up to 32 splits
       Shape shape;
@@ -589,9 +589,9 @@ TEST(Attend, LengthsAtEdges) {
       shape.kv_heads = kv_heads;
       shape.key_dim = shape.value_dim = kv_heads == 2 ? 64 : 32;
       shape.capacity = 8192;
-      shape.slots = 20;
+      shape.slots = 24;
       std::vector<Lane> lanes;
-      for (int i = 0; i < 20; ++i) lanes.push_back({19 - i, {edges[i]}});
+      for (int i = 0; i < 24; ++i) lanes.push_back({23 - i, {edges[i]}});
       check_decode(shape, lanes, 32);
       if (HasFatalFailure()) return;
     }
@@ -825,7 +825,7 @@ TEST(AttentionTiming, OneToken) {
   shape.kv_heads = 8;
   shape.capacity = 16384;
   shape.slots = 4;  // in turn, so that the second-level cache does not hold all
-  for (int context : {512, 4096, 16384}) {
+  for (int context : {64, 128, 192, 512, 4096, 16384}) {
     std::vector<std::pair<int, int>> lengths;
     for (int row = 0; row < 4; ++row) lengths.emplace_back(row, 64);
     Layer layer(shape, lengths);

@@ -344,7 +344,8 @@ struct TensorItem {
         }
       }
       read_values(v, chunks);
-      copy_round_keys(chunks, ahead);
+      const bool more = ahead.block < item.blocks;
+      if (more) copy_round_keys(chunks, ahead);
       float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -382,9 +383,11 @@ struct TensorItem {
           add_values(sums, v[u], w0, w1);
         }
       }
-      copy_round_values(chunks, ahead);
+      if (more) {
+        copy_round_values(chunks, ahead);
+        ahead.next(item, kTiles);
+      }
       commit_copies();
-      ahead.next(item, kTiles);
       const int rank = at.rank;
       if (at.next(item, kTiles)) {
         store(sums, most, total);
