@@ -136,6 +136,24 @@ class Errors(Case):
         self.fails(2, "only one text", "run", "-m", TINY, "--ids", "-p", "1", "2")
         self.fails(2, "prompt is empty", "run", "-m", TINY, "--ids", "")
 
+    def test_no_gpu(self):
+        """One sentence, whether the build has no CUDA or the machine no GPU."""
+        known = self.fails(2, "backend", "run", "-m", TINY, "--ids", "--backend", "gpu", "1 2").err
+        if "cuda" not in known:
+            status, sentence = 4, "backend 'cuda': this build has no CUDA; "
+        elif not os.path.exists("/dev/nvidiactl"):
+            status, sentence = 8, "cuda: no usable GPU "
+        else:
+            self.skipTest("there is a GPU")
+        for command in (["run", "--ids", "1 2"], ["score", "--ids", "1 2"], ["chat"], ["bench"],
+                        ["plan"]):
+            result = self.fails(status, sentence, command[0], "-m", TINY, "--device", "cuda",
+                                *command[1:])
+            self.assertEqual(result.out, "")
+            self.assertEqual(result.err.count("\n"), 1, result.err)
+        self.assertEqual(pianola("run", "-m", TINY, "--ids", "1 2",
+                                 env={"PIANOLA_BACKEND": "cuda"}).returncode, status)
+
     def test_malformed_model(self):
         bad = self.folder() / "bad.gguf"
         bad.write_bytes(TINY.read_bytes()[:200])
