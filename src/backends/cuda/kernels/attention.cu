@@ -119,7 +119,7 @@ __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemo
 }
 
 template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles>
-__global__ void __launch_bounds__(kItemThreads, kKeySteps == 2 ? 4 : 3)
+__global__ void __launch_bounds__(kItemThreads, kExact&& kKeySteps == 2 ? 3 : 2)
     attend_tensor(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const ItemMemory<T> memory(p, shared);
@@ -142,8 +142,6 @@ __global__ void __launch_bounds__(kItemThreads, 2)
   GeneralItem<T, N>{p, item, fresh, memory}.run(tables);
 }
 
-constexpr int kTensorDim = 128;  // widest head on tensor cores
-
 using DecodeKernel = void (*)(DecodeParams);
 
 template <typename T>
@@ -156,7 +154,7 @@ DecodeKernel general_kernel(int dim) {
 template <typename T>
 DecodeKernel decode_kernel(int key_dim, int value_dim) {
   const int most = std::max(key_dim, value_dim);
-  if (most > kTensorDim) return general_kernel<T>(most);
+  if (most > 128) return general_kernel<T>(most);
   if (key_dim == 64 && value_dim == 64) return attend_tensor<T, 2, 1, true, 2>;
   if (key_dim == 128 && value_dim == 128) return attend_tensor<T, 4, 2, true, 1>;
   if (most <= 64) return attend_tensor<T, 2, 1, false, 2>;
@@ -177,18 +175,11 @@ int parts_of(int heads, int kv_heads) { return (heads / kv_heads + kItemHeads - 
 // Thread blocks that share an item: as many as the device holds at once, but always a few, as
 // tokens of one step may differ much in length.
 constexpr int kFewBlocks = 4;
-constexpr int kLogMostBlocks = 4;
-static_assert(1 << kLogMostBlocks <= kMostRanks);
 int log_cluster_of(int items, int sms) {
-  int log = kLogMostBlocks;
+  int log = 4;
+  static_assert(1 << 4 == kMostRanks);
   while (1 << log > kFewBlocks && items << log > 2 * sms) --log;
   return log;
-}
-
-// Rounds on their way in a thread block: a multiprocessor has about as many whether it holds one
-// thread block or three.
-int stages_of(int blocks, int sms) {
-  return std::clamp(kMostStages + 1 - (blocks + sms - 1) / sms, 1, kMostStages);
 }
 
 // Floats of ItemMemory::part: a column for each rank of a thread block's slice.
@@ -208,10 +199,6 @@ void launch_decode(const Launch& launch, DecodeKernel kernel, const DecodeParams
                                static_cast<int>(bytes)),
           "attend");
   }
-  // One split of the memory for kernels that are to run side by side.
-  check(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
-                             cudaSharedmemCarveoutMaxShared),
-        "attend");
   if (1 << p.log_cluster > 8) {
     check(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
           "attend");
@@ -250,9 +237,6 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
   p.part_floats =
       part_floats(std::min(p.group, kItemHeads) * (cache.value_dim / 4), 1 << p.log_cluster);
 
-  const bool tensor =
-      cache.dtype != DType::kF32 && std::max(cache.key_dim, cache.value_dim) <= kTensorDim;
-  p.stages = tensor ? stages_of(items << p.log_cluster, launch.sms) : 0;
   const DecodeKernel kernel =
       cache.dtype == DType::kF32   ? general_kernel<float>(std::max(cache.key_dim, cache.value_dim))
       : cache.dtype == DType::kF16 ? decode_kernel<__half>(cache.key_dim, cache.value_dim)

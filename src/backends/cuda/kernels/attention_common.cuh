@@ -143,15 +143,6 @@ __device__ __forceinline__ uint4 load_cache_if(const void* p, bool wanted) {
   return v;
 }
 
-// The same to shared memory, on its way until its group of copies ends (see copy_async). `from` is
-// to be an address that exists, wanted or not.
-__device__ __forceinline__ void copy_cache_if(void* to, const void* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(wanted ? 16 : 0)
-               : "memory");
-}
-
 // --- The end of a head: one warp, N pairs a lane, dim <= 64 N. Every operation is spelled out so
 // that no compilation contracts it differently: the bits do not depend on the kernel or on N. ---
 

@@ -2,9 +2,9 @@
 //
 // A cluster of blocks serves one (token, part of a kv head's group of heads): an item. The token's
 // positions are blocks of 64; block b belongs to rank b % ranks, and a rank to the thread block
-// rank % cluster size (a short context has one rank). Each rank's part of the result goes to the
-// shared memory of the thread blocks that add the parts, in an order fixed by the token's position
-// alone: how large the clusters are changes no bit.
+// rank % cluster size. Each rank's part of the result goes to the shared memory of the thread
+// blocks that add the parts, in an order fixed by the token's position alone: how large the
+// clusters are changes no bit.
 //
 // Everything that a step's earlier kernels do not write is read before wait_for_previous(): the
 // step's tables, constants, and keys and values of positions before the step.
@@ -22,11 +22,6 @@ inline constexpr int kItemWarps = kItemThreads / 32;
 inline constexpr int kItemHeads = 8;  // of one group that an item serves
 inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
 inline constexpr int kMostRanks = 16;
-inline constexpr int kAloneBlocks = 2;  // of positions, up to which one rank takes all
-// Keys and values of one round of a thread block, on tensor cores: kRoundChunks of 16 bytes a
-// thread. A thread copies what it will read itself, so that rounds need no barrier.
-inline constexpr int kRoundChunks = 16;
-inline constexpr int kMostStages = 3;
 // Below every score: finite, so that a tile without a position multiplies by 1.
 inline constexpr float kNoScore = -1e30F;
 
@@ -40,7 +35,6 @@ struct DecodeParams {
   int parts = 1;        // of a group, kItemHeads heads each
   int log_cluster = 0;  // blocks of a cluster, at most kMostRanks
   int part_floats = 0;  // of ItemMemory::part
-  int stages = 0;       // rounds of ItemMemory::ring, at most kMostStages; 0 without a ring
 };
 
 // Columns (of four floats) of an item that one thread block adds up, when `active` share them.
@@ -116,7 +110,7 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables)
 
   item.end = max(item.position, 0) + 1;
   item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
-  item.ranks = item.blocks <= kAloneBlocks ? 1 : min(kMostRanks, item.blocks);
+  item.ranks = min(kMostRanks, item.blocks);
   item.active = min(item.cluster, item.ranks);
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   item.log_slice = log_slice(columns, item.active);
@@ -177,7 +171,6 @@ struct ItemMemory {
   float* merge;            // [kItemWarps, kItemHeads, value_dim + kMergePad]
   float2* score;           // [kItemWarps, kItemHeads] as part_score
   int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
-  uint4* ring;             // [kItemWarps, stages, kRoundChunks, 32]
   T* k;                    // [fresh, key_dim]
   T* v;                    // [fresh, value_dim]
 
@@ -192,8 +185,7 @@ struct ItemMemory {
     merge = q + kItemHeads * (key_dim + kMergePad);
     score = reinterpret_cast<float2*>(merge + kItemWarps * kItemHeads * (value_dim + kMergePad));
     place = reinterpret_cast<int*>(score + kItemWarps * kItemHeads);
-    ring = reinterpret_cast<uint4*>(place + kDecodeTokens);
-    k = reinterpret_cast<T*>(ring + p.stages * (kItemThreads * kRoundChunks));
+    k = reinterpret_cast<T*>(place + kDecodeTokens);
     v = k + static_cast<std::size_t>(p.tokens) * key_dim;
   }
 };
@@ -204,8 +196,7 @@ inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element)
                              kItemHeads * (key_dim + kMergePad) +
                              kItemWarps * kItemHeads * (value_dim + kMergePad + 2) + kDecodeTokens;
   const std::size_t fresh = p.fused ? static_cast<std::size_t>(p.tokens) : 0;
-  const std::size_t ring = static_cast<std::size_t>(p.stages) * kItemThreads * kRoundChunks * 16;
-  return kItemBytes + floats * 4 + ring + fresh * (key_dim + value_dim) * element;
+  return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
 }
 
 // --- Parts of a result travel between the thread blocks of a cluster. ---
@@ -232,9 +223,8 @@ __device__ __forceinline__ void send(std::uint32_t to, float2 v, std::uint32_t b
       "f"(v.x), "f"(v.y), "r"(barrier)
       : "memory");
 }
-// Orders nothing but what fence.mbarrier_init does.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -264,15 +254,13 @@ __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& 
       "r"(bytes)
       : "memory");
 }
-// What st.async has counted in this thread block's barrier is visible in its shared memory; a wider
-// scope would only empty the first-level cache.
 template <typename T>
 __device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
   std::uint32_t done = 0;
   do {
     asm volatile(
         "{\n .reg .pred done;\n"
-        " mbarrier.try_wait.parity.shared::cta.b64 done, [%1], 0;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
         " selp.u32 %0, 1, 0, done;\n}"
         : "=r"(done)
         : "r"(shared_offset(memory.barrier))

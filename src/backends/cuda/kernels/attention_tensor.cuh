@@ -36,18 +36,14 @@ struct Walk {
   }
 };
 
-// An item on tensor cores. A warp takes 16 of a block's positions, kTiles blocks (a round) at a
-// time. Rounds travel through a ring in shared memory, several ahead of the one at work; each lane
-// copies and reads back its own fragments, so that no warp waits for another. With
+// An item on tensor cores. A warp takes 16 of a block's positions, kTiles blocks at a time. With
 // lane = 4 r + j, scores^T [16 positions, 8 heads] = K q^T: the lane holds dims 32 s + 8 j + 0..7
 // of keys r and r + 8, which are terms 2j, 2j+1, 2j+8, 2j+9 of products 2s and 2s + 1. sums^T
 // [dims, 8 heads] += V^T weights^T: the lane holds dims 64 s + 8 r + 0..7 of values 2j, 2j+1, 2j+8,
 // 2j+9; dims 8 r + 2i and 8 r + 2i + 1 are rows r and r + 8 of product i.
 template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles>
 struct TensorItem {
-  static constexpr int kKeyChunks = 2 * kKeySteps;      // of a tile
-  static constexpr int kValueChunks = 4 * kValueSteps;  // of a tile
-  static_assert(kTiles * (kKeyChunks + kValueChunks) == kRoundChunks);
+  static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
   static constexpr int kPairs = (kKeySteps > 2 || kValueSteps > 1) ? 2 : 1;
 
   const DecodeParams& p;
@@ -91,111 +87,45 @@ struct TensorItem {
     return 2 * j + (i & 1) + 4 * (i & 2);
   }
 
-  // Starts copies of this warp's tile of a block; positions that the cache does not hold yet, or
-  // that do not exist, become zeros.
-  __device__ __forceinline__ void copy_keys(uint4* to, int block) const {
-    const int base = tile_base(block);
-    if (base >= item.end) return;
-    const T* tile = keys + tile_row(block) * key_dim + 8 * j;
-    const int limit = min(item.end, fresh.low) - base;
-    const bool whole = kExact && limit >= 16;
+  __device__ __forceinline__ void load_keys(uint4 (&k)[kKeySteps][2], int block) const {
+    const T* tile = keys + tile_row(block) * key_dim;
+    const int limit = min(item.end, fresh.low) - tile_base(block);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = r + 8 * half;
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s) {
-        const T* from = tile + row * key_dim + 32 * s;
-        if (whole) {
-          copy_async(to + 32 * (2 * s + half), from);
-        } else {
-          const bool wanted = row < limit && key_inside(s);
-          copy_cache_if(to + 32 * (2 * s + half), wanted ? from : tile, wanted);
-        }
+        k[s][half] =
+            load_cache_if(tile + row * key_dim + 32 * s + 8 * j, row < limit && key_inside(s));
       }
     }
   }
-  __device__ __forceinline__ void copy_values(uint4* to, int block) const {
-    const int base = tile_base(block);
-    if (base >= item.end) return;
-    const T* tile = values + tile_row(block) * value_dim + 8 * r;
-    const int limit = min(item.end, fresh.low) - base;
-    const bool whole = kExact && limit >= 16;
+  __device__ __forceinline__ void load_values(uint4 (&v)[kValueSteps][4], int block) const {
+    const T* tile = values + tile_row(block) * value_dim;
+    const int limit = min(item.end, fresh.low) - tile_base(block);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = value_row(j, i);
 #pragma unroll
       for (int s = 0; s < kValueSteps; ++s) {
-        const T* from = tile + row * value_dim + 64 * s;
-        if (whole) {
-          copy_async(to + 32 * (4 * s + i), from);
-        } else {
-          const bool wanted = row < limit && value_inside(s);
-          copy_cache_if(to + 32 * (4 * s + i), wanted ? from : tile, wanted);
-        }
+        v[s][i] =
+            load_cache_if(tile + row * value_dim + 64 * s + 8 * r, row < limit && value_inside(s));
       }
     }
   }
-  // Where this lane's chunks of a round lie: keys of all tiles, then values.
-  __device__ __forceinline__ uint4* slot(int stage) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    return memory.ring + (warp * p.stages + stage) * (32 * kRoundChunks) + (threadIdx.x & 31);
+  // Brings this warp's tile of a block to the second-level cache; no position is touched that does
+  // not exist, as its memory may not either.
+  __device__ __forceinline__ void fetch(int block) const {
+    if (block >= item.blocks) return;
+    const int rows = min(item.end - tile_base(block), 16);
+    const int line = (static_cast<int>(threadIdx.x) & 31) * 128;
+    constexpr int kWidth = static_cast<int>(sizeof(T));
+    const auto* k = reinterpret_cast<const char*>(keys + tile_row(block) * key_dim);
+    for (int i = line; i < rows * key_dim * kWidth; i += 32 * 128) prefetch(k + i);
+    const auto* v = reinterpret_cast<const char*>(values + tile_row(block) * value_dim);
+    for (int i = line; i < rows * value_dim * kWidth; i += 32 * 128) prefetch(v + i);
   }
-  __device__ __forceinline__ void copy_round_keys(uint4* to, const Walk& at) const {
-#pragma unroll
-    for (int u = 0; u < kTiles; ++u) copy_keys(to + 32 * u * kKeyChunks, at.block + u * item.ranks);
-  }
-  __device__ __forceinline__ void copy_round_values(uint4* to, const Walk& at) const {
-    to += 32 * kTiles * kKeyChunks;
-#pragma unroll
-    for (int u = 0; u < kTiles; ++u) {
-      copy_values(to + 32 * u * kValueChunks, at.block + u * item.ranks);
-    }
-  }
-  // Starts as many rounds as the ring holds. A round is a group of copies, an empty one at the end.
-  __device__ __forceinline__ void copy_first(Walk& ahead) const {
-#pragma unroll 1
-    for (int stage = 0; stage < p.stages; ++stage) {
-      copy_round_keys(slot(stage), ahead);
-      copy_round_values(slot(stage), ahead);
-      commit_copies();
-      ahead.next(item, kTiles);
-    }
-  }
-  // The oldest round of the ring has arrived.
-  __device__ __forceinline__ void wait_round() const {
-    static_assert(kMostStages == 3);
-    if (p.stages == 3) {
-      wait_copies<2>();
-    } else if (p.stages == 2) {
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
-    }
-  }
-  __device__ __forceinline__ void read_keys(uint4 (&k)[kTiles][kKeySteps][2],
-                                            const uint4* from) const {
-#pragma unroll
-    for (int u = 0; u < kTiles; ++u) {
-#pragma unroll
-      for (int s = 0; s < kKeySteps; ++s) {
-        k[u][s][0] = from[32 * (u * kKeyChunks + 2 * s)];
-        k[u][s][1] = from[32 * (u * kKeyChunks + 2 * s + 1)];
-      }
-    }
-  }
-  __device__ __forceinline__ void read_values(uint4 (&v)[kTiles][kValueSteps][4],
-                                              const uint4* from) const {
-    from += 32 * kTiles * kKeyChunks;
-#pragma unroll
-    for (int u = 0; u < kTiles; ++u) {
-#pragma unroll
-      for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[u][s][i] = from[32 * (u * kValueChunks + 4 * s + i)];
-      }
-    }
-  }
-  // What copy_keys() left out: positions from fresh.low on.
+  // What load_keys() left out: positions from fresh.low on.
   __device__ __forceinline__ void add_fresh_keys(uint4 (&k)[kKeySteps][2], int base) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -295,20 +225,27 @@ struct TensorItem {
   }
 
   __device__ __forceinline__ void run(const Tables& tables) const {
+    uint4 k[kTiles][kKeySteps][2];
+    uint4 v[kTiles][kValueSteps][4];
     Walk at{item.block, item.block};
-    Walk ahead = at;  // the next round to copy
     HeadConstants<kPairs> constants;
     if (p.fused) {
       // Positions before the step: no kernel that may still run writes them.
-      copy_first(ahead);
+      load_first(k, v, at);
       constants.load(p);
       place_fresh(tables, fresh, memory);
+    }
+    for (int ahead = p.fused ? 1 : 0; ahead < kAhead; ++ahead) {
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) fetch(at.block + (ahead * kTiles + u) * item.ranks);
+    }
+    if (p.fused) {
       constants.turns =
           make_turns<kPairs>(constants.frequencies, item.position, p.heads.attention_factor);
     }
     if (item.ranks > 1) cluster_wait();  // all have started
     wait_for_previous();
-    if (!p.fused) copy_first(ahead);
+    if (!p.fused) load_first(k, v, at);
     prepare_item<T, kPairs>(p, item, tables, fresh, memory, constants);
     std::uint32_t q_high[kKeySteps][4];
     std::uint32_t q_low[kKeySteps][4];
@@ -318,15 +255,12 @@ struct TensorItem {
     float sums[kValueSteps][4][4] = {};
     float most[2] = {kNoScore, kNoScore};  // of heads 2j and 2j + 1
     float total[2] = {0, 0};               // of this lane's positions
-    int stage = 0;
 #pragma unroll 1
     for (;;) {
-      uint4* const chunks = slot(stage);
-      stage = stage + 1 == p.stages ? 0 : stage + 1;
-      wait_round();
-      uint4 k[kTiles][kKeySteps][2];
-      uint4 v[kTiles][kValueSteps][4];
-      read_keys(k, chunks);
+      Walk next = at;
+      const bool last = next.next(item, kTiles);
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) fetch(at.block + (kAhead * kTiles + u) * item.ranks);
       float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
       float best[2] = {most[0], most[1]};
 #pragma unroll
@@ -336,6 +270,7 @@ struct TensorItem {
           if (base + 15 >= fresh.low) add_fresh_keys(k[u], base);
           multiply_keys(scores[u], k[u], q_high, q_low);
         }
+        load_keys(k[u], next.block + u * item.ranks);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const bool inside = base + r + 4 * (i & 2) < item.end;
@@ -343,9 +278,6 @@ struct TensorItem {
           best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
         }
       }
-      read_values(v, chunks);
-      const bool more = ahead.block < item.blocks;
-      if (more) copy_round_keys(chunks, ahead);
       float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -382,17 +314,12 @@ struct TensorItem {
           if (base + 15 >= fresh.low) add_fresh_values(v[u], base);
           add_values(sums, v[u], w0, w1);
         }
+        load_values(v[u], next.block + u * item.ranks);
       }
-      if (more) {
-        copy_round_values(chunks, ahead);
-        ahead.next(item, kTiles);
-      }
-      commit_copies();
-      const int rank = at.rank;
-      if (at.next(item, kTiles)) {
+      if (last) {
         store(sums, most, total);
-        end_rank(p, value_dim, memory, rank);
-        if (at.block == item.blocks) break;
+        end_rank(p, value_dim, memory, at.rank);
+        if (next.block == item.blocks) break;
         __syncthreads();  // the warps' results have been read
 #pragma unroll
         for (int s = 0; s < kValueSteps; ++s) {
@@ -405,9 +332,19 @@ struct TensorItem {
         most[0] = most[1] = kNoScore;
         total[0] = total[1] = 0;
       }
+      at = next;
     }
     store_fresh(p, fresh, memory);
     add_parts(p, value_dim, memory);
+  }
+
+  __device__ __forceinline__ void load_first(uint4 (&k)[kTiles][kKeySteps][2],
+                                             uint4 (&v)[kTiles][kValueSteps][4],
+                                             const Walk& at) const {
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) load_keys(k[u], at.block + u * item.ranks);
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) load_values(v[u], at.block + u * item.ranks);
   }
 
   // To where end_rank() adds the warps'.

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "backends/cuda/kernels/device.cuh"
 #include "backends/cuda/kernels/linear.h"
@@ -924,24 +923,18 @@ void launch_stream(Params p, const Launch& launch) {
 template <Codes codes>
 void launch_streams(const Params& p, bool staged, const Launch& launch) {
   const int tiles = ceil_div(p.units, launch.sms) * (p.gated ? 2 : 1);
-  static const int tune = std::getenv("PIANOLA_TUNE") ? std::atoi(std::getenv("PIANOLA_TUNE")) : 0;
+  // The ring holds 64 to 128 KB of a multiprocessor's shared memory.
   if (staged) {
     if (tiles <= 2) {
-      if (tune == 1) return launch_stream<codes, 1, 2, 4, true>(p, launch);
       launch_stream<codes, 1, 2, 8, true>(p, launch);
-    } else if (tiles <= 4) {
-      if (tune == 1) return launch_stream<codes, 1, 4, 4, true>(p, launch);
-      launch_stream<codes, 1, 4, 8, true>(p, launch);
     } else {
-      if (tune == 1) return launch_stream<codes, 1, 8, 2, true>(p, launch);
-      if (tune == 2) return launch_stream<codes, 1, 4, 8, true>(p, launch);
-      launch_stream<codes, 1, 8, 4, true>(p, launch);
+      launch_stream<codes, 1, 4, 8, true>(p, launch);
     }
   } else if (p.tokens <= 8) {
     if (tiles <= 2) {
       launch_stream<codes, 1, 2, 8, false>(p, launch);
     } else {
-      launch_stream<codes, 1, 8, 4, false>(p, launch);
+      launch_stream<codes, 1, 4, 8, false>(p, launch);
     }
   } else if (p.tokens <= 16) {
     launch_stream<codes, 2, 4, 4, false>(p, launch);
@@ -998,7 +991,7 @@ void launch_form(Params& p, const Launch& launch) {
   constexpr bool kPlain = scales == Scales::kNone;
   p.steps = ceil_div(p.cols, S::kCols);
   // Slices depend on the number of columns alone: the order of summation does too.
-  p.slices = p.steps >= 32 ? 8 : p.steps >= 16 ? 4 : p.steps >= 8 ? 2 : 1;
+  p.slices = p.steps >= 8 ? 8 : p.steps >= 4 ? 4 : p.steps >= 2 ? 2 : 1;
   // Chunks of four steps at most, whatever the kernel that runs.
   const bool streams = kPlain && p.cols % 1024 == 0 && p.steps % (kWarps * 4) == 0;
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;
