@@ -108,40 +108,25 @@ const ProgramCache::Entry& Engine::Impl::write_tables(StepVariant variant) {
 }
 
 void Engine::Impl::replay(StepVariant variant) {
-  try {
-    write_tables(variant).program->replay();
-    ++counters.steps;
-  } catch (const Error& error) {
-    healthy = healthy && error.code() != ErrorCode::kDevice;
-    throw;
-  }
+  guarded([&] { write_tables(variant).program->replay(); });
+  ++counters.steps;
 }
 
 void Engine::Impl::begin_run(std::span<const int> only, int max_rounds) {
   fill_tables(only);
   if (lanes.empty()) return;
   tables->set_feed(true);
-  try {
+  guarded([&] {
     Program& program = *write_tables(StepVariant::kSample).program;
     program.begin(max_rounds);
     running = &program;
     running_rows.assign(only.begin(), only.end());
-  } catch (const Error& error) {
-    healthy = healthy && error.code() != ErrorCode::kDevice;
-    throw;
-  }
+  });
 }
 
 bool Engine::Impl::wait_run(std::vector<TokenEvent>& out) {
   if (!running) return false;
-  std::optional<RunResult> end;
-  try {
-    end = running->wait();
-  } catch (const Error& error) {
-    running = nullptr;
-    healthy = healthy && error.code() != ErrorCode::kDevice;
-    throw;
-  }
+  const std::optional<RunResult> end = guarded([&] { return running->wait(); });
   const std::size_t before = out.size();
   read_events(out);
   for (std::size_t i = before; i < out.size(); ++i) computed(out[i].row, 1);
@@ -153,7 +138,7 @@ bool Engine::Impl::wait_run(std::vector<TokenEvent>& out) {
 
 void Engine::Impl::settle() {
   if (!running) return;
-  running->stop();
+  guarded([&] { running->stop(); });
   while (wait_run(waiting)) {
   }
 }
@@ -198,7 +183,7 @@ void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {
 
 int Engine::open_row(const RowOptions& options) {
   impl_->settle();
-  return impl_->rows->open(options);
+  return impl_->guarded([&] { return impl_->rows->open(options); });
 }
 void Engine::close_row(int row) {
   impl_->settle();
@@ -207,11 +192,11 @@ void Engine::close_row(int row) {
 }
 void Engine::configure_row(int row, const RowOptions& options) {
   impl_->settle();
-  impl_->rows->configure(row, options);
+  impl_->guarded([&] { impl_->rows->configure(row, options); });
 }
 void Engine::append(int row, std::span<const std::int32_t> tokens) {
   impl_->settle();
-  impl_->rows->append(row, tokens);
+  impl_->guarded([&] { impl_->rows->append(row, tokens); });
 }
 RowStatus Engine::status(int row) const { return impl_->rows->row(row).status; }
 std::span<const std::int32_t> Engine::history(int row) const {
@@ -220,7 +205,7 @@ std::span<const std::int32_t> Engine::history(int row) const {
 int Engine::length(int row) const { return impl_->rows->row(row).length; }
 void Engine::keep_first(int row, int n) {
   impl_->settle();
-  impl_->rows->keep_first(row, n);
+  impl_->guarded([&] { impl_->rows->keep_first(row, n); });
   impl_->drop_waiting(row);
 }
 void Engine::drop_last(int row, int n) {
@@ -252,7 +237,7 @@ std::vector<float> Engine::score(std::span<const std::int32_t> tokens,
   if (row < 0) fail(ErrorCode::kInvalidArgument, "engine: score() needs a free row");
   std::vector<float> logprobs(tokens.size() - 1);
   try {
-    e.rows->append(row, tokens);
+    e.guarded([&] { e.rows->append(row, tokens); });
     // The last token is only a target: nothing is asked of what follows it.
     for (std::size_t begin = 0; begin < logprobs.size();) {
       const std::size_t count =
@@ -262,7 +247,9 @@ std::vector<float> Engine::score(std::span<const std::int32_t> tokens,
         e.tables->set_target(static_cast<int>(i), tokens[begin + i + 1]);
       }
       e.compute_all_rows(row, static_cast<int>(count), StepVariant::kScore);
-      e.backend->read(logprobs.data() + begin, e.state.logprob, count * sizeof(float));
+      e.guarded([&] {
+        e.backend->read(logprobs.data() + begin, e.state.logprob, count * sizeof(float));
+      });
       begin += count;
       if (progress) progress(begin);
     }
@@ -286,12 +273,12 @@ std::span<const float> Engine::logits(int row, std::span<const std::int32_t> tok
          "engine: logits() takes 1 to {} tokens of a row with nothing queued, found {} and {}",
          logits_chunk(), count, e.rows->row(row).pending());
   }
-  e.rows->append(row, tokens);
+  e.guarded([&] { e.rows->append(row, tokens); });
   e.tables->clear();
   e.compute_all_rows(row, count, StepVariant::kLogits);
   e.rows->set_idle(row);
   const std::size_t size = tokens.size() * static_cast<std::size_t>(vocab_size());
-  e.backend->read(e.logits.data(), e.device_logits(), size * sizeof(float));
+  e.guarded([&] { e.backend->read(e.logits.data(), e.device_logits(), size * sizeof(float)); });
   return {e.logits.data(), size};
 }
 

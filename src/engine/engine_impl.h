@@ -47,6 +47,20 @@ struct Engine::Impl {
   void allocate();
   void bind();
 
+  // Runs what may call the device: an error of it poisons the engine, whatever the caller wanted.
+  template <typename Call>
+  auto guarded(Call&& call) {
+    try {
+      return call();
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kDevice) {
+        healthy = false;
+        running = nullptr;
+      }
+      throw;
+    }
+  }
+
   // Fills `tables` and `lanes` with the work at hand: a token of each decoding row, then prompts.
   void fill_tables(std::span<const int> only);
   void add_lane(int row, int tokens, int logit_rows);
