@@ -137,8 +137,11 @@ Device::Device(int index) : index_(index) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess || count == 0) {
+    // What the runtime says when there is no driver at all is that it is too old.
     fail(ErrorCode::kDevice, "cuda: no usable GPU ({})",
-         status == cudaSuccess ? "none is present" : cudaGetErrorString(status));
+         status == cudaSuccess                  ? "none is present"
+         : status == cudaErrorInsufficientDriver ? "no NVIDIA driver, or one older than CUDA 13"
+                                                 : cudaGetErrorString(status));
   }
   if (index < 0 || index >= count) {
     fail(ErrorCode::kInvalidArgument, "cuda: device {} was asked for; there are {}", index, count);
