@@ -100,8 +100,8 @@ struct KvLayerShape {
 };
 
 struct KvCacheOptions {
-  std::vector<KvLayerShape> layers;  // heads and widths may differ from layer to layer
-  int max_seq_len = 0;               // tokens a slot can hold: the ceiling of all later calls
+  std::vector<KvLayerShape> layers = {};  // heads and widths may differ from layer to layer
+  int max_seq_len = 0;                    // tokens a slot can hold: the ceiling of all later calls
   int slots = 1;
   KvType type = KvType::kF16;
   std::string backend = "cuda";  // or "cpu", "reference": memory of the host

@@ -51,9 +51,9 @@ struct LoopWords {
 };
 
 struct GraphRunnerOptions {
-  int appends = 1;         // most tokens that a round adds to a slot; 0: none
-  std::vector<int> slots;  // that rounds append to; empty: all
-  bool loop = true;        // capture the loop as well: begin(), run()
+  int appends = 1;              // most tokens that a round adds to a slot; 0: none
+  std::vector<int> slots = {};  // that rounds append to; empty: all
+  bool loop = true;             // capture the loop as well: begin(), run()
 };
 
 // Why a loop ended: no kernel asked for another round; max_rounds; stop(); or a slot may be full.

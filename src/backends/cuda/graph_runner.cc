@@ -36,20 +36,24 @@ struct Rehearsal {
   ~Rehearsal() {
     if (graph) cudaGraphDestroy(graph);
   }
-  bool saw(cudaError_t error) const { return call == error || end == error; }
-};
 
-// " (the forward says: ...)", or nothing.
-std::string words_of(const std::exception_ptr& thrown) {
-  if (!thrown) return "";
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const std::exception& error) {
-    return fmt::format(" (the forward says: {})", error.what());
-  } catch (...) {
-    return "";
+  // What the forward threw, in its own words; "" when it did not.
+  std::string words() const {
+    if (!thrown) return "";
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::exception& error) {
+      return error.what();
+    } catch (...) {
+      return "";
+    }
   }
-}
+  // A forward that checks its calls takes their errors away; its words mostly hold CUDA's.
+  bool saw(cudaError_t error) const {
+    return call == error || end == error ||
+           words().find(cudaGetErrorString(error)) != std::string::npos;
+  }
+};
 
 const char* node_kind(cudaGraphNodeType type) {
   switch (type) {
@@ -91,6 +95,16 @@ bool fits_a_loop(cudaGraphNodeType type) {
        "graph: {}, which is not captured; launch everything on the stream that the forward is "
        "given, or on streams forked from it by events and joined again",
        what);
+}
+
+[[noreturn]] void refuse_call(cudaError_t status) {
+  fail(ErrorCode::kInvalidArgument, "graph: a CUDA call of the forward failed: {} ({})",
+       cudaGetErrorString(status), cudaGetErrorName(status));
+}
+
+// One of the errors that only capturing makes.
+bool is_of_capture(cudaError_t status) {
+  return status >= cudaErrorStreamCaptureUnsupported && status <= cudaErrorStreamCaptureWrongThread;
 }
 
 void check_nodes(cudaGraph_t graph, bool loop) {
@@ -211,6 +225,7 @@ struct GraphRunner::Impl {
     const std::uint64_t before = fingerprint();
     Rehearsal r;
     rehearse(forward, cudaStreamCaptureModeThreadLocal, r);
+    if (r.call != cudaSuccess && !is_of_capture(r.call)) refuse_call(r.call);
     if (r.saw(cudaErrorStreamCaptureImplicit)) {
       refuse_stream(
           "the forward uses the default stream (a launch without a stream, cudaMemcpy, "
@@ -227,11 +242,8 @@ struct GraphRunner::Impl {
       refuse_unsafe_call(forward, r);
     }
     if (r.thrown) std::rethrow_exception(r.thrown);
-    const cudaError_t failed = r.call != cudaSuccess ? r.call : r.end;
-    if (failed != cudaSuccess) {
-      fail(ErrorCode::kInvalidArgument, "graph: a CUDA call of the forward failed: {} ({})",
-           cudaGetErrorString(failed), cudaGetErrorName(failed));
-    }
+    if (r.call != cudaSuccess) refuse_call(r.call);
+    check(r.end, "ending capture");
     if (fingerprint() != before) {
       refuse_stream(
           "the forward wrote to the cache while it was captured: it launches on a stream");
@@ -239,17 +251,18 @@ struct GraphRunner::Impl {
     check_nodes(r.graph, options.loop);
   }
 
-  // Allocations and waiting break a capture with the same error. In the relaxed mode, where CUDA
-  // allows allocations, only waiting does.
+  // Allocations and waiting break a capture with the same error, and the calls behind them replace
+  // it by another. In the relaxed mode, where CUDA allows allocations, the rest still breaks it.
   [[noreturn]] void refuse_unsafe_call(const Forward& forward, const Rehearsal& r) const {
     Rehearsal relaxed;
     rehearse(forward, cudaStreamCaptureModeRelaxed, relaxed);
     if (relaxed.end == cudaSuccess) refuse_allocation();
+    const std::string says = r.words();
     fail(ErrorCode::kInvalidArgument,
          "graph: the forward waits for the device (cudaDeviceSynchronize, cudaStreamSynchronize, "
-         "cudaMemcpy, an event query), which a captured stream never finishes: keep on the device "
-         "what it wants to know{}",
-         words_of(r.thrown));
+         "cudaMemcpy), or uses the default stream or an event from outside; a replay would do none "
+         "of it: keep on the device what the forward wants to know{}",
+         says.empty() ? "" : fmt::format(" (the forward says: {})", says));
   }
 
   void capture(Forward given) {
