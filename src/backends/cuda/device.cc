@@ -139,7 +139,7 @@ Device::Device(int index) : index_(index) {
   if (status != cudaSuccess || count == 0) {
     // What the runtime says when there is no driver at all is that it is too old.
     fail(ErrorCode::kDevice, "cuda: no usable GPU ({})",
-         status == cudaSuccess                  ? "none is present"
+         status == cudaSuccess                   ? "none is present"
          : status == cudaErrorInsufficientDriver ? "no NVIDIA driver, or one older than CUDA 13"
                                                  : cudaGetErrorString(status));
   }

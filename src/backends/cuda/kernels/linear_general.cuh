@@ -1,0 +1,338 @@
+// Products for any shape and form, and the kernel that prepares activations for all blocks.
+#pragma once
+
+#include "backends/cuda/kernels/linear_operand.cuh"
+
+namespace pianola::cuda::products {
+
+// One block a token: its operand words, and one over its root mean square.
+template <Codes codes>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
+  using S = Step<codes>;
+  __shared__ float squares[kWarps];
+  allow_next();
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int token = blockIdx.x;
+  const int first = slice_begin(p, min(warp, p.slices - 1)) * S::kCols;
+  const int end = slice_begin(p, min(warp, p.slices - 1) + 1) * S::kCols;
+  float4 norm[kHeld];
+  load_norm(p, first, end, lane, norm);
+  wait_for_previous();
+  if (token >= live_tokens(p)) return;
+  const int row = p.gather ? __ldcg(p.gather + token) : token;
+  const int groups = (p.tokens + 7) / 8;
+  if (warp < p.slices) {
+    const float square = convert_slice<codes>(
+        p, p.in + static_cast<std::int64_t>(row) * p.in_ld, first, end, norm, lane,
+        [&](int c, const uint4& words) {
+          const Place place = place_of<codes>(c % S::kCols);
+          const int product = c / S::kCols * S::kProducts + place.product;
+          p.words[(product * groups + token / 8) * 32 + token % 8 * 4 + place.t] = words;
+        });
+    if (lane == 0) squares[warp] = square;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const float sum = add_slices(p.slices, [&](int s) { return squares[s]; });
+    p.inverse_rms[token] = p.norm ? rsqrtf(sum / static_cast<float>(p.cols) + p.eps) : 1.0F;
+  }
+}
+
+// kGroups of eight tokens; kTiles tiles at a time. With kStaged each block converts the activations
+// of a few tokens itself; else prepare_kernel has done it.
+template <Codes codes, Scales scales, int kGroups, int kTiles, int kDepth, bool kStaged>
+__global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
+    linear_kernel(const Params p) {
+  using S = Step<codes>;
+  using M = Shared<kGroups, kTiles>;
+  constexpr bool kQuantised = scales != Scales::kNone;
+  constexpr int kTokens = M::kTokens;
+  static_assert(!kStaged || kGroups == 1);
+  extern __shared__ float shared[];
+  float* squares = shared + 2 * M::kPartial;
+  uint4* staged = reinterpret_cast<uint4*>(shared + M::kFloats);
+
+  allow_next();
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4;  // row of a tile as weights are loaded; token as results lie
+  const int t = lane % 4;
+  const int slice = warp & (p.slices - 1);
+  const int team = warp / p.slices;  // warps that work on the same tiles
+  const int teams = kWarps / p.slices;
+
+  // Units of this team: contiguous, so that neighbours read neighbouring rows.
+  const unsigned workers = gridDim.x * teams;
+  const unsigned worker = blockIdx.x * teams + team;
+  const int unit_begin = static_cast<int>(static_cast<unsigned>(p.units) * worker / workers);
+  const int unit_end = static_cast<int>(static_cast<unsigned>(p.units) * (worker + 1) / workers);
+  const int units_at_once = p.gated ? kTiles / 2 : kTiles;  // a power of two
+  const int unit_shift = __ffs(units_at_once) - 1;
+  // Every team of a block makes the same number of turns: they meet at barriers.
+  const int most = static_cast<int>((p.units + workers - 1) / workers);
+  const int turns = (most + units_at_once - 1) / units_at_once;
+  const int step_begin = slice_begin(p, slice);
+  const int step_end = slice_begin(p, slice + 1);
+
+  uint4 weights[kDepth][kTiles];
+  ScaleWords<codes, scales> words[kQuantised ? kDepth : 1][kQuantised ? kTiles : 1];
+  const std::byte* code_base[kTiles];  // of the turn whose weights are being loaded
+  const std::byte* scale_base[kQuantised ? kTiles : 1];
+  const auto set_bases = [&](int turn) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const Tile tile =
+          turn < turns ? tile_of(p, unit_begin + turn * units_at_once, unit_end, n) : Tile{};
+      code_base[n] = nullptr;
+      if (tile.part < 0) continue;
+      // Rows beyond the matrix read its last one: their results are not stored.
+      const Part& part = p.part[tile.part];
+      const int row = min(tile.row + g, part.rows - 1);
+      code_base[n] = part.codes + static_cast<std::int64_t>(p.code_row) * row + 16 * t;
+      if constexpr (kQuantised)
+        scale_base[n] = part.scales + static_cast<std::int64_t>(p.scale_row) * row;
+    }
+  };
+  const auto load_step = [&](int i, int step) {
+    // Rows of f32, f16 and bf16 end where the matrix ends; those of codes are padded.
+    const bool inside =
+        step < step_end && (kQuantised || step * S::kCols + column<codes>(0, t) < p.cols);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      weights[i][n] = make_uint4(0, 0, 0, 0);
+      if constexpr (kQuantised) words[i][n].clear();
+      if (inside && code_base[n]) {
+        weights[i][n] = load_weight(code_base[n] + step * 64);
+        if constexpr (kQuantised) words[i][n].load(scale_base[n], step, t);
+      }
+    }
+  };
+
+  set_bases(0);
+#pragma unroll
+  for (int i = 0; i < kDepth; ++i) load_step(i, step_begin + i);
+
+  int live = 0;
+  bool staged_here = false;  // whether this lane's token has staged words
+  if constexpr (kStaged) {
+    const int first = step_begin * S::kCols;
+    const int end = step_end * S::kCols;
+    float4 norm[kHeld];
+    load_norm(p, first, end, lane, norm);
+    wait_for_previous();
+    live = live_tokens(p);  // on its way beside the activations: all of the bucket are converted
+    staged_here = g < p.tokens;
+    if (team == 0) {
+      for (int token = 0; token < p.tokens; ++token) {
+        const int row = p.gather ? min(max(__ldcg(p.gather + token), 0), p.in_rows - 1) : token;
+        const float square =
+            convert_slice<codes>(p, p.in + static_cast<std::int64_t>(row) * p.in_ld, first, end,
+                                 norm, lane, [&](int c, const uint4& v) {
+                                   const Place place = place_of<codes>(c % S::kCols);
+                                   const int product = c / S::kCols * S::kProducts + place.product;
+                                   staged[(product * p.tokens + token) * 4 + place.t] = v;
+                                 });
+        if (lane == 0) squares[warp * kTokens + token] = square;
+      }
+    }
+    if (teams > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  } else {
+    wait_for_previous();
+    live = live_tokens(p);
+  }
+
+  // What the first results need besides: on its way while products run.
+  const int per_team = kThreads / teams;
+  const int rank = static_cast<int>(threadIdx.x) - team * per_team;
+  float held_residual = 0;
+  const auto output_at = [&](int o, int& slot, int& token, int& row) {
+    row = o % kTileRows;
+    slot = o / kTileRows & (units_at_once - 1);
+    token = o / kTileRows >> unit_shift;
+  };
+  if (p.residual) {
+    int slot = 0;
+    int token = 0;
+    int row = 0;
+    output_at(rank, slot, token, row);
+    const Tile tile = tile_of(p, unit_begin, unit_end, p.gated ? 2 * slot : slot);
+    if (token < p.tokens && tile.part >= 0 && tile.row + row < p.part[tile.part].rows) {
+      held_residual = __ldcg(p.residual + static_cast<std::int64_t>(token) * p.part[tile.part].ld +
+                             tile.row + row);
+    }
+  }
+
+  float acc[kTiles][kGroups][4];
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int m = 0; m < kGroups; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][m][i] = 0;
+    }
+  }
+
+  for (int turn = 0; turn < turns; ++turn) {
+    // Tiles of this turn that exist, the same for all lanes of a warp.
+    const int active =
+        min(kTiles, (p.gated ? 2 : 1) * max(0, unit_end - unit_begin - turn * units_at_once));
+    for (int base = 0; base < p.slice_steps; base += kDepth) {
+      const bool last = base + kDepth >= p.slice_steps;
+      if (last) set_bases(turn + 1);  // what is loaded from here on belongs to the next turn
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        const int step = step_begin + base + i;
+        if (step < step_end && active > 0) {
+          const auto activations = [&](int j, int m) -> uint4 {
+            const int product = step * S::kProducts + j;
+            if constexpr (kStaged) {
+              if (!staged_here) return make_uint4(0, 0, 0, 0);
+              return staged[(product * p.tokens + g) * 4 + t];
+            } else {
+              return __ldcg(p.words + (product * ((p.tokens + 7) / 8) + m) * 32 + lane);
+            }
+          };
+          if constexpr (!kQuantised) {
+            uint4 ahead[kStaged ? 1 : S::kProducts][kGroups];
+            if constexpr (!kStaged) {
+#pragma unroll
+              for (int j = 0; j < S::kProducts; ++j) {
+#pragma unroll
+                for (int m = 0; m < kGroups; ++m) {
+                  ahead[j][m] = m * 8 < p.tokens ? activations(j, m) : make_uint4(0, 0, 0, 0);
+                }
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < S::kProducts; ++j) {
+#pragma unroll
+              for (int m = 0; m < kGroups; ++m) {
+                const uint4 v = kStaged ? activations(j, m) : ahead[kStaged ? 0 : j][m];
+                const std::uint32_t a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+                  for (int part = 0; part < S::kParts; ++part) {
+                    std::uint32_t b0 = 0;
+                    std::uint32_t b1 = 0;
+                    operand<codes>(weights[i][n], j, part, b0, b1);
+                    mma_bf16(acc[n][m], a, b0, b1);
+                  }
+                }
+              }
+            }
+          } else {
+            // Codes are multiplied as integers; scales join when their block is complete.
+            constexpr int kPer = scales == Scales::kFloat16 ? 1 : 2;  // products under one scale
+#pragma unroll
+            for (int b = 0; b < S::kProducts / kPer; ++b) {
+#pragma unroll
+              for (int m = 0; m < kGroups; ++m) {
+                if (m * 8 >= p.tokens) continue;
+                std::uint32_t a[kPer][4];
+                float ones[4] = {};
+#pragma unroll
+                for (int h = 0; h < kPer; ++h) {
+                  const uint4 v = activations(b * kPer + h, m);
+                  a[h][0] = v.x, a[h][1] = v.y, a[h][2] = v.z, a[h][3] = v.w;
+                  // The sum of a block's activations, in every column of the product.
+                  if (kPer == 2) mma_bf16(ones, a[h], 0x3f803f80U, 0x3f803f80U);
+                }
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                  if (n >= active) continue;
+                  float block[4] = {};
+#pragma unroll
+                  for (int h = 0; h < kPer; ++h) {
+                    std::uint32_t b0 = 0;
+                    std::uint32_t b1 = 0;
+                    operand<codes>(weights[i][n], b * kPer + h, 0, b0, b1);
+                    mma_bf16(block, a[h], b0, b1);
+                  }
+                  const float2 even = words[i][n].get(2 * t, b);
+                  const float2 odd = words[i][n].get(2 * t + 1, b);
+#pragma unroll
+                  for (int k = 0; k < 4; ++k) {
+                    const float2 scale = k % 2 ? odd : even;
+                    acc[n][m][k] = fmaf(scale.x, block[k], acc[n][m][k]);
+                    if (kPer == 2) acc[n][m][k] = fmaf(scale.y, ones[k], acc[n][m][k]);
+                  }
+                }
+              }
+            }
+          }
+        }
+        const int next = base + i + kDepth;
+        load_step(i, step_begin + (last ? next - p.slice_steps : next));
+      }
+    }
+
+    // Partial results of this turn, [warp][token][tile][row]; even and odd turns use different
+    // halves, so that one barrier a turn is enough.
+    float* partial = shared + (turn & 1) * M::kPartial;
+    float* mine = partial + warp * kTokens * kTiles * kTileRows;
+#pragma unroll
+    for (int m = 0; m < kGroups; ++m) {
+      const bool wanted = 8 * m + g < p.tokens;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        // High and low parts of a token lie in the same lane.
+        if (wanted) {
+          *reinterpret_cast<float2*>(mine + ((8 * m + g) * kTiles + n) * kTileRows + 2 * t) =
+              make_float2(acc[n][m][0] + acc[n][m][2], acc[n][m][1] + acc[n][m][3]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) acc[n][m][k] = 0;
+      }
+    }
+    __syncthreads();
+
+    const int outputs = units_at_once * kTileRows * live;
+    const int first_warp = team * p.slices;
+    for (int o = rank; o < outputs; o += per_team) {
+      int slot = 0;
+      int token = 0;
+      int row = 0;
+      output_at(o, slot, token, row);
+      const int n = p.gated ? 2 * slot : slot;
+      const Tile tile = tile_of(p, unit_begin + turn * units_at_once, unit_end, n);
+      if (tile.part < 0 || tile.row + row >= p.part[tile.part].rows) continue;
+      const Part& part = p.part[tile.part];
+      const int column_out = tile.row + row;
+      const std::int64_t at = static_cast<std::int64_t>(token) * part.ld + column_out;
+      float scale = 1;
+      if (p.norm) {
+        if constexpr (kStaged) {
+          const float sum =
+              add_slices(p.slices, [&](int s) { return squares[s * kTokens + token]; });
+          scale = rsqrtf(sum / static_cast<float>(p.cols) + p.eps);
+        } else {
+          scale = __ldcg(p.inverse_rms + token);
+        }
+      }
+      const auto total = [&](int which) {
+        return scale * add_slices(p.slices, [&](int s) {
+                 return partial[(((first_warp + s) * kTokens + token) * kTiles + which) *
+                                    kTileRows +
+                                row];
+               });
+      };
+      float y = total(n);
+      if (part.bias) y += __ldg(part.bias + column_out);
+      if (p.gated) {
+        float up = total(n + 1);
+        if (p.part[1].bias) up += __ldg(p.part[1].bias + column_out);
+        y = silu(y) * up;
+      }
+      if (p.residual) y += turn == 0 && o == rank ? held_residual : __ldcg(p.residual + at);
+      part.out[at] = y;
+    }
+  }
+}
+
+}  // namespace pianola::cuda::products
