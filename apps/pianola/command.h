@@ -19,6 +19,7 @@ void add_score(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
 void add_inspect(CLI::App& app, Action& action);
 void add_plan(CLI::App& app, Action& action);
+void add_check(CLI::App& app, Action& action);
 void add_doctor(CLI::App& app, Action& action);
 
 // A generation that ended because the model gave NaN or infinite logits. Other failures have the

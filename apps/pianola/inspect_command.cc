@@ -1,4 +1,5 @@
-// pianola inspect: what is in a model's files, and what would be recorded for it. Reads no weights.
+// pianola inspect: what is in a model's files, and what would be recorded for it. Reads no weights,
+// unless asked to load the model and to measure what its graphs take.
 #include <CLI/CLI.hpp>
 
 #include <map>
@@ -7,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/utf8.h"
+#include "capture_report.h"
 #include "command.h"
 #include "json_text.h"
 #include "model_options.h"
@@ -23,6 +25,7 @@ struct InspectOptions {
   ModelOptions model;
   bool with_plan = false;
   std::string plan_filter;
+  bool measure = false;
   bool no_tensors = false;
   bool full = false;
   bool json = false;
@@ -34,6 +37,7 @@ Examples:
   pianola inspect -m model.gguf --no-tensors
   pianola inspect -m model.gguf --plan            every step that is recorded
   pianola inspect -m model.gguf --plan "1 tokens" -c 4096
+  pianola inspect -m model.gguf --no-tensors --device cuda --measure
   pianola inspect -m model.gguf --json | jq '.tensors[] | select(.type == "q8_0")'
 
 A file that pianola cannot run is shown as far as it can be read, with the reason.)";
@@ -211,7 +215,7 @@ std::string tensors_text(const Checkpoint& checkpoint, bool list) {
 }
 
 std::string to_text(const Inspection& inspection, const InspectOptions& options,
-                    const std::string& plan) {
+                    const std::string& plan, const std::optional<LoadReport>& measured) {
   const Checkpoint& checkpoint = inspection.checkpoint();
   std::string out = fmt::format("{}\n", checkpoint.format_name());
   for (const auto& path : checkpoint.paths()) out += fmt::format("  {}\n", path.string());
@@ -235,11 +239,12 @@ std::string to_text(const Inspection& inspection, const InspectOptions& options,
   }
   if (inspection.templates.empty()) out += "\nchat template\n  none\n";
   if (!plan.empty()) out += "\nplans\n" + plan;
+  if (measured) out += "\n" + load_report_text(*measured);
   return out;
 }
 
 boost::json::object to_json(const Inspection& inspection, const InspectOptions& options,
-                            const std::string& plan) {
+                            const std::string& plan, const std::optional<LoadReport>& measured) {
   const Checkpoint& checkpoint = inspection.checkpoint();
   boost::json::object o;
   o["format"] = checkpoint.format_name();
@@ -277,6 +282,7 @@ boost::json::object to_json(const Inspection& inspection, const InspectOptions& 
   for (const auto& [name, source] : inspection.templates) templates[name] = json_string(source);
   o["chat_templates"] = std::move(templates);
   if (!plan.empty()) o["plan"] = json_string(plan);
+  if (measured) o["measured"] = load_report_json(*measured);
   return o;
 }
 
@@ -294,8 +300,13 @@ int run(const InspectOptions& options) {
            options.plan_filter);
     }
   }
-  put(options.json ? to_json_text(to_json(inspection, options, plan))
-                   : to_text(inspection, options, plan));
+  std::optional<LoadReport> measured;
+  if (options.measure) {
+    if (!inspection.model) fail(ErrorCode::kUnsupported, "--measure: {}", inspection.model_error);
+    measured = measure_load(Model::open(options.model.path), options.model);
+  }
+  put(options.json ? to_json_text(to_json(inspection, options, plan, measured))
+                   : to_text(inspection, options, plan, measured));
   return 0;
 }
 
@@ -310,6 +321,8 @@ void add_inspect(CLI::App& app, Action& action) {
       command.add_option("--plan", options->plan_filter,
                          "The recorded steps as text; with SHAPE, those that contain it");
   plan->expected(0, 1)->type_name("SHAPE");
+  command.add_flag("--measure", options->measure,
+                   "Loads the model and shows captures, their seconds and their bytes");
   command.add_flag("--no-tensors", options->no_tensors, "Only the totals of the tensors");
   command.add_flag("--full", options->full, "Long values in full");
   command.add_flag("--json", options->json, "One JSON object");

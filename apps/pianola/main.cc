@@ -77,6 +77,7 @@ int main_program(int argc, char** argv) {
   add_bench(app, action);
   add_inspect(app, action);
   add_plan(app, action);
+  add_check(app, action);
   add_doctor(app, action);
 
   try {

@@ -2,8 +2,10 @@
 #include <CLI/CLI.hpp>
 
 #include <memory>
+#include <optional>
 
 #include "base/check.h"
+#include "capture_report.h"
 #include "command.h"
 #include "json_text.h"
 #include "model_options.h"
@@ -15,6 +17,7 @@ namespace {
 
 struct PlanOptions {
   ModelOptions model;
+  bool measure = false;
   bool json = false;
 };
 
@@ -23,8 +26,10 @@ Examples:
   pianola plan -m model.gguf -c 8192 --slots 4
   pianola plan -m model.gguf -c 32768 --cache-type f32 --memory 4GiB
   pianola plan -m model.gguf --json | jq .total
+  pianola plan -m model.gguf --device cuda --measure
 
-Reads headers only, and allocates nothing. Exit status 6 when it does not fit.)";
+Reads headers only, and allocates nothing; with --measure it loads the model as well, when it fits,
+and shows what its graphs took. Exit status 6 when it does not fit.)";
 
 MemoryPlan plan_for(const Model& model, EngineOptions options, int max_seq_len) {
   throw_if_interrupted();
@@ -46,7 +51,8 @@ int longest_that_fits(const Model& model, const EngineOptions& options) {
   return low * kBlock;
 }
 
-boost::json::object to_json(const Model& model, const MemoryPlan& plan, int longest) {
+boost::json::object to_json(const Model& model, const MemoryPlan& plan, int longest,
+                            const std::optional<LoadReport>& measured) {
   boost::json::object object;
   object["model"] = {{"name", json_string(model.info().name)},
                      {"weights", model.info().weight_types},
@@ -64,6 +70,7 @@ boost::json::object to_json(const Model& model, const MemoryPlan& plan, int long
   object["available"] = plan.available;
   object["fits"] = plan.fits();
   object["longest_context"] = longest;
+  if (measured) object["measured"] = load_report_json(*measured);
   return object;
 }
 
@@ -75,8 +82,10 @@ int run(const PlanOptions& options) {
   const EngineOptions engine = engine_options(options.model);
   const MemoryPlan plan = plan_for(model, engine, engine.max_seq_len);
   const int longest = longest_that_fits(model, engine);
+  std::optional<LoadReport> measured;
+  if (options.measure && plan.fits()) measured = measure_load(model, options.model);
   if (options.json) {
-    put(to_json_text(to_json(model, plan, longest)));
+    put(to_json_text(to_json(model, plan, longest, measured)));
   } else {
     put(fmt::format("{}: {}, {}, {} parameters in {}\n{}", model.info().name, model.info().family,
                     model.info().weight_types, model.info().parameters,
@@ -85,6 +94,7 @@ int run(const PlanOptions& options) {
             ? fmt::format("  longest context that fits with {} slot{}: {} (the model's own: {})\n",
                           plan.slots, plan.slots == 1 ? "" : "s", longest, model.info().context)
             : "  no context fits\n");
+    if (measured) put(load_report_text(*measured));
   }
   if (plan.fits()) return 0;
   fail(ErrorCode::kOutOfMemory, "plan: {} are needed and {} available; {}",
@@ -101,6 +111,8 @@ void add_plan(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand("plan", "Whether a model fits, before it is loaded");
   command.footer(kFooter);
   add_model_path(command, options->model);
+  command.add_flag("--measure", options->measure,
+                   "Loads the model and shows captures, their seconds and their bytes");
   command.add_flag("--json", options->json, "One JSON object; sizes in bytes");
   add_slots_option(command, options->model);
   add_engine_options(command, options->model);

@@ -139,10 +139,9 @@ class Engine {
   // Tokens in the caches.
   int length(int row) const;
 
-  // Forgets all but the first n tokens, 0 ≤ n ≤ history (which may hold tokens that nobody has seen,
-  // see stream()); the caches keep what they hold of them,
-  // and the row is idle until something is appended. Throws ContextOverflow and changes nothing
-  // when n is out of range.
+  // Forgets all but the first n tokens, 0 ≤ n ≤ history (which may hold tokens that nobody has
+  // seen, see stream()); the caches keep what they hold of them, and the row is idle until
+  // something is appended. Throws ContextOverflow and changes nothing when n is out of range.
   void keep_first(int row, int n);
   void drop_last(int row, int n);
   // Empty, and as good as new.
@@ -174,6 +173,7 @@ class Engine {
   int logits_chunk() const;
 
  private:
+  friend class EngineAudit;  // src/engine/engine_audit.h: what `pianola check` looks at
   friend class EngineTestAccess;
   struct Impl;
   std::unique_ptr<Impl> impl_;

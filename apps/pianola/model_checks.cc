@@ -1,0 +1,514 @@
+#include "model_checks.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <functional>
+
+#include "base/check.h"
+#include "engine/engine_audit.h"
+#include "models/model.h"
+#include "plan/step_state.h"
+#include "signals.h"
+
+namespace pianola::cli {
+namespace {
+
+using Result = ModelCheck::Result;
+
+// Three rows in four slots: a lane of their steps is padding. Together the prompts are one step of
+// the decode class, of which a row gets the same bits alone and among others.
+constexpr int kRows = 3;
+constexpr int kSlots = 4;
+constexpr std::array<int, kRows> kPromptTokens = {24, 13, 7};
+// How much of the answer each row gives: some stop while others go on.
+constexpr std::array<int, kRows> kQuarters = {4, 3, 2};
+// Parameters times tokens: about half a minute of the reference.
+constexpr double kReferenceWork = 2.5e10;
+constexpr int kDecodeTokens = 64;  // the most in one step of the decode class
+
+constexpr const char* kTexts[kRows] = {
+    "A player piano reads its music from a roll of paper: a hole for every note, in order.",
+    "Ada Lovelace wrote that the engine might compose elaborate pieces of music.",
+    "One, two, three, four, five, six"};
+
+// --- What a row has said ------------------------------------------------------------------------
+
+struct Trace {
+  std::vector<TokenId> tokens;
+  std::vector<float> logprobs;
+  bool finite = true;
+};
+using Traces = std::array<Trace, kRows>;
+
+bool same_bits(float a, float b) {
+  return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
+}
+
+// "" when they are equal; else the first difference.
+std::string first_difference(const Trace& got, const Trace& want) {
+  for (std::size_t i = 0; i < std::min(got.tokens.size(), want.tokens.size()); ++i) {
+    if (got.tokens[i] != want.tokens[i]) {
+      return fmt::format("token {} is {}, not {}", i, got.tokens[i], want.tokens[i]);
+    }
+    if (!same_bits(got.logprobs[i], want.logprobs[i])) {
+      return fmt::format("log-probability {} is {:.9g}, not {:.9g}", i, got.logprobs[i],
+                         want.logprobs[i]);
+    }
+  }
+  if (got.tokens.size() == want.tokens.size()) return "";
+  return fmt::format("{} tokens, not {}", got.tokens.size(), want.tokens.size());
+}
+
+ModelCheck compare_bits(std::string name, std::span<const Trace> got, std::span<const Trace> want) {
+  std::size_t tokens = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const std::string difference = first_difference(got[i], want[i]);
+    if (!difference.empty()) {
+      return {std::move(name), Result::kFailed, fmt::format("row {}: {}", i, difference), {}, {}};
+    }
+    tokens += got[i].tokens.size();
+  }
+  return {std::move(name),
+          Result::kPassed,
+          fmt::format("{} tokens and their log-probabilities, bit for bit", tokens),
+          {},
+          {}};
+}
+
+// The largest difference of log-probabilities, which may be up to `bar`.
+ModelCheck compare_within(std::string name, std::span<const float> got, std::span<const float> want,
+                          double bar) {
+  double largest = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double difference = std::abs(static_cast<double>(got[i]) - want[i]);
+    if (!(difference <= largest)) largest = difference;  // NaN stays
+  }
+  const bool good = got.size() == want.size() && largest <= bar;
+  return {std::move(name), good ? Result::kPassed : Result::kFailed,
+          fmt::format("{} log-probabilities", got.size()), largest, bar};
+}
+
+ModelCheck skipped(std::string name, std::string why) {
+  return {std::move(name), Result::kSkipped, std::move(why), {}, {}};
+}
+
+// --- The prompt ---------------------------------------------------------------------------------
+
+std::vector<TokenId> draw_tokens(std::uint64_t seed, int count, std::int64_t vocab_size) {
+  std::vector<TokenId> tokens;
+  for (int i = 0; i < count; ++i) {
+    const double u = uniform_random(seed, 0, static_cast<std::uint32_t>(i), RandomPurpose::kSample);
+    tokens.push_back(static_cast<TokenId>(u * static_cast<double>(vocab_size)));
+  }
+  return tokens;
+}
+
+std::array<std::vector<TokenId>, kRows> make_prompts(const Model& model, std::uint64_t seed) {
+  std::array<std::vector<TokenId>, kRows> prompts;
+  for (std::size_t i = 0; i < kRows; ++i) {
+    const auto most = static_cast<std::size_t>(kPromptTokens[i]);
+    if (model.has_tokenizer()) {
+      prompts[i] = model.tokenizer().encode(kTexts[i], {.add_special = true});
+      prompts[i].resize(std::min(prompts[i].size(), most));
+    } else {
+      prompts[i] = draw_tokens(seed + i, kPromptTokens[i], model.causal()->config().vocab_size);
+    }
+  }
+  return prompts;
+}
+
+// --- Bars ---------------------------------------------------------------------------------------
+
+// How far a log-probability may be from that of another backend, which has the same weights and the
+// same type of cache: what is left is how activations are rounded on their way into a product.
+//   floats, and cuda      f32, or 16 bits of mantissa
+//   bf16 on the cpu       8 bits of mantissa, as transformers in bfloat16
+//   blocks on the cpu     8 bits in blocks of 32 with a scale, as llama.cpp
+double bar_of(std::string_view backend, const std::string& weight_types) {
+  if (backend == "reference") return 0.002;
+  const bool floats = weight_types == "f32" || weight_types == "f16";
+  if (backend == "cuda" || floats) return 0.01;
+  return weight_types == "bf16" ? 0.25 : 0.5;
+}
+
+// Of prompts that cuda computes with cuBLASLt: activations in bfloat16.
+double chunk_bar(std::string_view backend) { return backend == "cuda" ? 0.25 : 0.01; }
+
+// --- The checks ---------------------------------------------------------------------------------
+
+class Checker {
+ public:
+  Checker(const Model& model, const ModelOptions& options, const CheckSettings& settings)
+      : model_(model), options_(options), settings_(settings) {
+    prompts_ = make_prompts(model, settings.seed);
+    EngineOptions& e = options_.engine;
+    const auto prompt = static_cast<int>(prompts_[0].size());
+    const int longest = e.max_seq_len
+                            ? e.max_seq_len
+                            : static_cast<int>(std::min<std::int64_t>(
+                                  model.causal()->config().max_position_embeddings, 1 << 20));
+    tokens_ = std::min(settings.tokens, longest - prompt);
+    if (model.causal()->config().sliding_window) {
+      tokens_ = static_cast<int>(
+          std::min<std::int64_t>(tokens_, *model.causal()->config().sliding_window - prompt));
+    }
+    if (settings.tokens < 1 || tokens_ < 1) {
+      fail(ErrorCode::kInvalidArgument,
+           "check: no room for an answer: {} tokens were asked for, and a sequence holds {}, of "
+           "which the prompt takes {}",
+           settings.tokens, longest, prompt);
+    }
+    e.max_seq_len = prompt + tokens_;
+    e.slots = kSlots;
+    e.score = true;
+    report_.prompt_tokens = prompt;
+    report_.prompt = model.has_tokenizer() ? "a text" : fmt::format("seed {}", settings.seed);
+  }
+
+  CheckReport run() {
+    check_main_engine();
+    check_executors();
+    check_against();
+    return std::move(report_);
+  }
+
+ private:
+  using Drive = std::function<std::span<const TokenEvent>(Engine&)>;
+
+  static std::span<const TokenEvent> step(Engine& engine) { return engine.step(); }
+  static std::span<const TokenEvent> loop(Engine& engine) { return engine.run(1 << 20); }
+  static std::span<const TokenEvent> stream(Engine& engine) { return engine.stream(); }
+  static std::span<const TokenEvent> poisoned_step(Engine& engine) {
+    EngineAudit::poison(engine);
+    return engine.step();
+  }
+
+  void add(ModelCheck check) { report_.checks.push_back(std::move(check)); }
+
+  // Greedy, and two ways to draw.
+  RowOptions row_options(int row) const {
+    RowOptions o;
+    o.sampling.logprobs = true;
+    o.sampling.seed = settings_.seed + static_cast<std::uint64_t>(row);
+    if (row == 1) {
+      o.sampling.temperature = 0.8F;
+      o.sampling.top_k = 40;
+      o.sampling.top_p = 0.95F;
+    } else if (row == 2) {
+      o.sampling.temperature = 1;
+      o.sampling.repeat_penalty = 1.1F;
+      o.sampling.frequency_penalty = 0.2F;
+    }
+    const auto index = static_cast<std::size_t>(row);
+    o.max_length =
+        static_cast<int>(prompts_[index].size()) + std::max(1, tokens_ * kQuarters[index] / 4);
+    return o;
+  }
+
+  // Everything that the rows [first, last) say. Rows are opened in order and closed at the end.
+  Traces generate(Engine& engine, const Drive& drive, int first = 0, int last = kRows) const {
+    Traces traces;
+    std::array<int, kSlots> row_of_slot{};
+    std::vector<int> slots;
+    for (int i = first; i < last; ++i) {
+      const int slot = engine.open_row(row_options(i));
+      row_of_slot[static_cast<std::size_t>(slot)] = i;
+      slots.push_back(slot);
+      engine.append(slot, prompts_[static_cast<std::size_t>(i)]);
+    }
+    while (engine.has_work()) {
+      throw_if_interrupted();
+      for (const TokenEvent& event : drive(engine)) {
+        const int row = row_of_slot[static_cast<std::size_t>(event.row)];
+        record(event, traces[static_cast<std::size_t>(row)]);
+      }
+    }
+    for (const int slot : slots) engine.close_row(slot);
+    return traces;
+  }
+
+  static void record(const TokenEvent& event, Trace& trace) {
+    trace.finite = trace.finite && event.token >= 0 && std::isfinite(event.logprob);
+    trace.tokens.push_back(event.token);
+    trace.logprobs.push_back(event.logprob);
+  }
+
+  Engine make(const EngineOptions& engine) const {
+    ModelOptions options = options_;
+    options.engine = engine;
+    return make_engine(model_, options);
+  }
+
+  // The history of a row: its prompt and what it said.
+  std::vector<TokenId> sequence(std::size_t row) const {
+    std::vector<TokenId> all = prompts_[row];
+    all.insert(all.end(), stepped_[row].tokens.begin(), stepped_[row].tokens.end());
+    return all;
+  }
+
+  void check_main_engine() {
+    Engine engine = make(options_.engine);
+    report_.backend = engine.backend_description();
+    const EngineCounters before = engine.counters();
+    stepped_ = generate(engine, step);
+    check_numbers();
+    if (!usable_) return;
+    report_.tokens = sequence(0);
+    add(compare_bits("a run of rounds = its steps", generate(engine, loop), stepped_));
+    add(compare_bits("a stream = its steps", generate(engine, stream), stepped_));
+    check_rows_alone(engine);
+    add(compare_bits("NaN wherever no token is = nothing", generate(engine, poisoned_step),
+                     stepped_));
+    check_going_back(engine);
+    check_scores(engine);
+    check_counters(engine, before);
+    report_.counters = engine.counters();
+  }
+
+  void check_numbers() {
+    std::size_t tokens = 0;
+    for (std::size_t i = 0; i < kRows; ++i) {
+      if (!stepped_[i].finite) {
+        usable_ = false;
+        add({"every number is finite",
+             Result::kFailed,
+             fmt::format("row {}: NaN or infinity after {} tokens", i, stepped_[i].tokens.size()),
+             {},
+             {}});
+        return;
+      }
+      tokens += stepped_[i].tokens.size();
+    }
+    add({"every number is finite",
+         Result::kPassed,
+         fmt::format("{} tokens of {} rows", tokens, kRows),
+         {},
+         {}});
+  }
+
+  void check_rows_alone(Engine& engine) {
+    Traces alone;
+    for (int i = 0; i < kRows; ++i) {
+      alone[static_cast<std::size_t>(i)] =
+          std::move(generate(engine, loop, i, i + 1)[static_cast<std::size_t>(i)]);
+    }
+    add(compare_bits("a row alone = the row among others", alone, stepped_));
+  }
+
+  // The next token of row 0 after some of its history: what a row gives that has gone back there,
+  // and one that computes all of it as a prompt.
+  void check_going_back(Engine& engine) {
+    const std::size_t prompt = prompts_[0].size();
+    const std::vector<TokenId> all = sequence(0);
+    const int row = engine.open_row(row_options(0));
+    engine.append(row, prompts_[0]);
+    while (engine.status(row) == RowStatus::kRunning) engine.step();
+    Trace want;
+    Trace back;
+    Trace chunked;
+    for (std::size_t i = stepped_[0].tokens.size(); i-- > 0;) {
+      if (i % 13 != 0 && i + 1 != stepped_[0].tokens.size()) continue;
+      want.tokens.push_back(stepped_[0].tokens[i]);
+      want.logprobs.push_back(stepped_[0].logprobs[i]);
+      const std::span known = std::span(all).first(prompt + i);
+      engine.keep_first(row, static_cast<int>(known.size()));
+      engine.append(row, {});
+      record_next(engine, row, back);
+      engine.keep_first(row, 0);
+      engine.append(row, known);
+      record_next(engine, row, chunked);
+    }
+    engine.close_row(row);
+    add(compare_bits("going back = never having left", {&back, 1}, {&want, 1}));
+
+    const EngineOptions& e = options_.engine;
+    const auto chunk = std::min(all.size(), static_cast<std::size_t>(engine.chunk()));
+    const std::string name = "a prompt in one chunk = token by token";
+    if (e.backend != "cuda" || e.batch_invariant || chunk <= kDecodeTokens) {
+      add(compare_bits(name, {&chunked, 1}, {&want, 1}));
+    } else {
+      add(compare_within(name, chunked.logprobs, want.logprobs, chunk_bar(e.backend)));
+    }
+  }
+
+  static void record_next(Engine& engine, int row, Trace& trace) {
+    const std::size_t before = trace.tokens.size();
+    while (trace.tokens.size() == before && engine.status(row) == RowStatus::kRunning) {
+      throw_if_interrupted();
+      for (const TokenEvent& event : engine.step()) record(event, trace);
+    }
+  }
+
+  void check_scores(Engine& engine) {
+    const std::vector<float> scores = engine.score(sequence(0));
+    const auto answer = std::span(scores).subspan(prompts_[0].size() - 1);
+    add(compare_within("score() = what the steps said", answer, stepped_[0].logprobs,
+                       chunk_bar(options_.engine.backend)));
+  }
+
+  void check_counters(Engine& engine, const EngineCounters& before) {
+    const EngineCounters after = engine.counters();
+    const bool same = after.address_hash == before.address_hash && after.plans == before.plans &&
+                      after.captures == before.captures;
+    add({"addresses, Plans and captures are constant",
+         same ? Result::kPassed : Result::kFailed,
+         fmt::format("{} Plans, {} captures, addresses {:016x}; {} rounds", after.plans,
+                     after.captures, after.address_hash, after.steps - before.steps),
+         {},
+         {}});
+    check_heap(engine);
+    check_launches(engine);
+  }
+
+  // What the heap holds before and after a decode, with nothing else in between.
+  void check_heap(Engine& engine) {
+    const int row = engine.open_row(row_options(0));
+    engine.append(row, prompts_[0]);
+    engine.step();
+    if (engine.has_work()) engine.step();
+    const std::size_t before = mallinfo2().uordblks;
+    int rounds = 0;
+    for (; engine.has_work(); ++rounds) engine.step();
+    const std::size_t after = mallinfo2().uordblks;
+    engine.close_row(row);
+    add({"the heap does not grow",
+         after <= before ? Result::kPassed : Result::kFailed,
+         fmt::format("{} bytes more after {} rounds", after - std::min(before, after), rounds),
+         {},
+         {}});
+  }
+
+  void check_launches(Engine& engine) {
+    const std::string name = "a generation is one launch";
+    const EngineOptions& e = options_.engine;
+    if (e.backend != "cuda") return add(skipped(name, "of the cuda backend"));
+    if (e.eager) return add(skipped(name, "--eager: the host launches op by op"));
+    const int row = engine.open_row(row_options(0));
+    engine.append(row, prompts_[0]);
+    engine.step();
+    const EngineCounters before = engine.counters();
+    while (engine.has_work()) engine.run(1 << 20);
+    const EngineCounters after = engine.counters();
+    engine.close_row(row);
+    const std::uint64_t launches = after.launches - before.launches;
+    add({name,
+         launches <= 1 ? Result::kPassed : Result::kFailed,
+         fmt::format("{} launches for {} rounds", launches, after.steps - before.steps),
+         {},
+         {}});
+  }
+
+  // Other executors of the same backend: an engine for each, one after the other.
+  void check_executors() {
+    if (!usable_) return;
+    const EngineOptions& chosen = options_.engine;
+    if (chosen.backend == "cuda") {
+      for (const bool eager : {false, true}) {
+        for (const bool dependent : {true, false}) {
+          if (eager == chosen.eager && dependent == chosen.dependent_launch) continue;
+          EngineOptions other = chosen;
+          other.eager = eager;
+          other.dependent_launch = dependent;
+          compare_executor(executor_name(other) + " = " + executor_name(chosen), other);
+        }
+      }
+    } else if (chosen.backend == "cpu") {
+      EngineOptions other = chosen;
+      other.threads = chosen.threads == 1 ? 2 : 1;
+      compare_executor(other.threads == 1 ? "one thread = all threads" : "two threads = one",
+                       other);
+    }
+  }
+
+  static std::string executor_name(const EngineOptions& options) {
+    return std::string(options.eager ? "op by op" : "captured") +
+           (options.dependent_launch ? "" : ", no dependent launch");
+  }
+
+  void compare_executor(const std::string& name, const EngineOptions& options) {
+    Engine engine = make(options);
+    add(compare_bits(name + ", by steps", generate(engine, step), stepped_));
+    add(compare_bits(name + ", by a run", generate(engine, loop), stepped_));
+  }
+
+  // --- A second implementation
+
+  void check_against() {
+    const std::string name = "log-probabilities against another backend";
+    const std::string& own = options_.engine.backend;
+    if (!usable_) return;
+    if (settings_.against == "none") return add(skipped(name, "--against none"));
+    std::string other = settings_.against;
+    std::size_t rows = kRows;
+    if (other == "auto" && own == "reference") other = own;
+    if (other == "auto") {
+      const auto parameters = static_cast<double>(model_.info().parameters);
+      double work = 0;
+      for (rows = 0; rows < kRows; ++rows) {
+        work += parameters * static_cast<double>(sequence(rows).size());
+        if (work > kReferenceWork) break;
+      }
+      other = rows > 0 ? "reference" : "cpu";
+      if (other == "cpu") rows = kRows;
+    }
+    if (other == own) {
+      return add(skipped(name, own == "reference" ? "it is the reference"
+                                                  : "the reference would take too long; --against "
+                                                    "reference takes the time"));
+    }
+    try {
+      compare_backend(other, rows);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kOutOfMemory && error.code() != ErrorCode::kUnsupported) throw;
+      add(skipped(name, fmt::format("{}: {}", other, error.what())));
+    }
+  }
+
+  void compare_backend(const std::string& other, std::size_t rows) {
+    ModelOptions options = options_;
+    options.engine.backend = other;
+    options.engine.slots = 1;
+    options.engine.isa.clear();
+    options.memory.clear();
+    Engine engine = make_engine(model_, options);
+    std::vector<float> got;
+    std::vector<float> want;
+    for (std::size_t row = 0; row < rows; ++row) {
+      const std::vector<float> scores =
+          engine.score(sequence(row), [](std::size_t) { throw_if_interrupted(); });
+      const auto answer = std::span(scores).subspan(prompts_[row].size() - 1);
+      want.insert(want.end(), answer.begin(), answer.end());
+      got.insert(got.end(), stepped_[row].logprobs.begin(), stepped_[row].logprobs.end());
+    }
+    const std::string types = model_.info().weight_types;
+    add(compare_within(fmt::format("log-probabilities against {}", other), got, want,
+                       std::max(bar_of(options_.engine.backend, types), bar_of(other, types))));
+  }
+
+  const Model& model_;
+  ModelOptions options_;
+  CheckSettings settings_;
+  std::array<std::vector<TokenId>, kRows> prompts_;
+  int tokens_ = 0;
+  Traces stepped_;  // what everything else is compared with
+  bool usable_ = true;
+  CheckReport report_;
+};
+
+}  // namespace
+
+bool CheckReport::passed() const {
+  return std::none_of(checks.begin(), checks.end(),
+                      [](const ModelCheck& check) { return check.failed(); });
+}
+
+CheckReport check_model(const Model& model, const ModelOptions& options,
+                        const CheckSettings& settings) {
+  return Checker(model, options, settings).run();
+}
+
+}  // namespace pianola::cli

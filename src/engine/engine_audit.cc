@@ -1,0 +1,55 @@
+#include "engine/engine_audit.h"
+
+#include <algorithm>
+
+#include "engine/engine_impl.h"
+
+namespace pianola {
+namespace {
+
+constexpr std::size_t kPiece = std::size_t{1} << 20;
+
+// NaN in every type that a cache or a buffer has.
+void fill_with_nan(Backend& backend, std::byte* to, std::size_t bytes) {
+  static const std::vector<std::byte> nan(kPiece, std::byte{0xFF});
+  for (std::size_t done = 0; done < bytes; done += kPiece) {
+    backend.write(to + done, nan.data(), std::min(kPiece, bytes - done));
+  }
+}
+
+// Positions from `length` on of one slot of keys or values.
+void poison_slot(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim,
+                 int length) {
+  const std::size_t row = dtype_info(view.dtype).bytes * static_cast<std::size_t>(dim);
+  const std::size_t block = row * kCacheBlock * static_cast<std::size_t>(view.kv_heads);
+  const int whole = (length + kCacheBlock - 1) / kCacheBlock;  // blocks that hold a token
+  const int inner = length % kCacheBlock;
+  for (int head = 0; inner != 0 && head < view.kv_heads; ++head) {
+    const std::size_t at =
+        static_cast<std::size_t>(whole - 1) * block +
+        (static_cast<std::size_t>(head) * kCacheBlock + static_cast<std::size_t>(inner)) * row;
+    fill_with_nan(backend, slot + at, static_cast<std::size_t>(kCacheBlock - inner) * row);
+  }
+  const int blocks = view.capacity / kCacheBlock;
+  fill_with_nan(backend, slot + static_cast<std::size_t>(whole) * block,
+                static_cast<std::size_t>(blocks - whole) * block);
+}
+
+}  // namespace
+
+void EngineAudit::poison(Engine& engine) {
+  Engine::Impl& e = *engine.impl_;
+  e.settle();
+  const auto rows = e.rows->rows();
+  for (int slot = 0; slot < static_cast<int>(rows.size()); ++slot) {
+    const RowTable::Row& row = rows[static_cast<std::size_t>(slot)];
+    const int length = row.open ? row.length : 0;
+    for (const LayerCacheView& view : e.caches) {
+      poison_slot(*e.backend, view, view.key_slot(slot), view.key_dim, length);
+      poison_slot(*e.backend, view, view.value_slot(slot), view.value_dim, length);
+    }
+  }
+  fill_with_nan(*e.backend, e.work_memory->data(), e.layout.workspace_bytes());
+}
+
+}  // namespace pianola
