@@ -70,6 +70,10 @@ void Checkpoint::drop(const TensorInfo& tensor) const noexcept {
   parts_.files[tensor.file].drop(tensor.offset, tensor.bytes);
 }
 
+void Checkpoint::drop_all() const noexcept {
+  for (const MappedFile& file : parts_.files) file.drop(0, file.bytes().size());
+}
+
 const boost::json::value* Checkpoint::config() const {
   return parts_.config ? &*parts_.config : nullptr;
 }

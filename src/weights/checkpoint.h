@@ -75,6 +75,8 @@ class Checkpoint {
   const TensorInfo& get(std::string_view name) const;   // InvalidModel when there is none
   TensorView view(const TensorInfo& tensor) const;
   void drop(const TensorInfo& tensor) const noexcept;
+  // Gives back every page of every file; what is read in place comes back when it is read.
+  void drop_all() const noexcept;
 
   // The keys of a GGUF file; empty for a Hugging Face folder.
   const Metadata& metadata() const { return parts_.metadata; }

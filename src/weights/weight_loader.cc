@@ -75,6 +75,8 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
     done += decl.source_bytes();
     if (progress) progress(done, total, decl.name);
   }
+  // The headers, and what the system read around the edges of tensors.
+  checkpoint.drop_all();
 }
 
 }  // namespace pianola

@@ -16,12 +16,14 @@ namespace {
 namespace fs = std::filesystem;
 
 class MappedFileTest : public testing::Test {
+ public:
+  ~MappedFileTest() override { fs::remove_all(folder_); }
+
  protected:
   MappedFileTest() {
     std::string name = (fs::temp_directory_path() / "pianola-map-XXXXXX").string();
     folder_ = ::mkdtemp(name.data());
   }
-  ~MappedFileTest() override { fs::remove_all(folder_); }
 
   fs::path write(const std::string& text) const {
     std::ofstream(folder_ / "f", std::ios::binary) << text;

@@ -60,6 +60,9 @@ TEST(Checkpoint, OpensAFolderWithOneFile) {
     c->drop(c->get("a"));  // reading afterwards is allowed
     dequantize_row(view.dtype, view.data, values, 2);
     EXPECT_EQ(values[0], 1.5F);
+    c->drop_all();
+    dequantize_row(view.dtype, view.data, values, 2);
+    EXPECT_EQ(values[1], -2.0F);
     EXPECT_EQ(c->find("b"), nullptr);
     EXPECT_THAT(error_of([&] { c->get("b"); }),
                 HasSubstr("model.safetensors: tensor 'b' is missing"));
