@@ -264,7 +264,7 @@ void add_check(CLI::App& app, Action& action) {
   command
       .add_option("--against", options->settings.against,
                   "Whose log-probabilities to compare with: reference, cpu, none, or auto: the "
-                  "reference where it is quick, else cpu")
+                  "reference for as many tokens as take some seconds, else cpu")
       ->check(CLI::IsMember({"auto", "reference", "cpu", "none"}))
       ->type_name("NAME");
   command.add_flag("--no-support", options->no_support, "Without the table of what works");

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <functional>
+#include <limits>
 
 #include "base/check.h"
 #include "engine/engine_audit.h"
@@ -26,9 +27,10 @@ constexpr int kSlots = 4;
 constexpr std::array<int, kRows> kPromptTokens = {24, 13, 7};
 // How much of the answer each row gives: some stop while others go on.
 constexpr std::array<int, kRows> kQuarters = {4, 3, 2};
-// Parameters times tokens: about half a minute of the reference.
-constexpr double kReferenceWork = 2.5e10;
-constexpr int kDecodeTokens = 64;  // the most in one step of the decode class
+// Parameters times tokens: some ten seconds of the reference, which then sees what its time allows.
+constexpr double kReferenceWork = 6e9;
+constexpr std::size_t kLeastCompared = 8;  // tokens of an answer
+constexpr int kDecodeTokens = 64;          // the most in one step of the decode class
 
 constexpr const char* kTexts[kRows] = {
     "A player piano reads its music from a roll of paper: a hole for every note, in order.",
@@ -83,13 +85,17 @@ ModelCheck compare_bits(std::string name, std::span<const Trace> got, std::span<
 ModelCheck compare_within(std::string name, std::span<const float> got, std::span<const float> want,
                           double bar) {
   double largest = 0;
+  double squares = 0;
   for (std::size_t i = 0; i < got.size(); ++i) {
     const double difference = std::abs(static_cast<double>(got[i]) - want[i]);
     if (!(difference <= largest)) largest = difference;  // NaN stays
+    squares += difference * difference;
   }
+  const double rms = std::sqrt(squares / static_cast<double>(std::max(got.size(), std::size_t{1})));
   const bool good = got.size() == want.size() && largest <= bar;
   return {std::move(name), good ? Result::kPassed : Result::kFailed,
-          fmt::format("{} log-probabilities", got.size()), largest, bar};
+          fmt::format("{} log-probabilities, root mean square {:.3g}", got.size(), rms), largest,
+          bar};
 }
 
 ModelCheck skipped(std::string name, std::string why) {
@@ -443,32 +449,33 @@ class Checker {
     if (!usable_) return;
     if (settings_.against == "none") return add(skipped(name, "--against none"));
     std::string other = settings_.against;
-    std::size_t rows = kRows;
-    if (other == "auto" && own == "reference") other = own;
+    std::size_t budget = std::numeric_limits<std::size_t>::max();  // tokens
     if (other == "auto") {
-      const auto parameters = static_cast<double>(model_.info().parameters);
-      double work = 0;
-      for (rows = 0; rows < kRows; ++rows) {
-        work += parameters * static_cast<double>(sequence(rows).size());
-        if (work > kReferenceWork) break;
+      budget =
+          static_cast<std::size_t>(kReferenceWork / static_cast<double>(model_.info().parameters));
+      other = "reference";
+      if (own != other && budget < prompts_[0].size() + kLeastCompared) {
+        other = "cpu";
+        budget = std::numeric_limits<std::size_t>::max();
       }
-      other = rows > 0 ? "reference" : "cpu";
-      if (other == "cpu") rows = kRows;
     }
     if (other == own) {
-      return add(skipped(name, own == "reference" ? "it is the reference"
-                                                  : "the reference would take too long; --against "
-                                                    "reference takes the time"));
+      if (own == "reference") return add(skipped(name, "it is the reference"));
+      return add(skipped(name, settings_.against == "auto"
+                                   ? "the reference would take too long; --against reference takes "
+                                     "the time"
+                                   : "it is the same backend"));
     }
     try {
-      compare_backend(other, rows);
+      compare_backend(other, budget);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kOutOfMemory && error.code() != ErrorCode::kUnsupported) throw;
       add(skipped(name, fmt::format("{}: {}", other, error.what())));
     }
   }
 
-  void compare_backend(const std::string& other, std::size_t rows) {
+  // At most `budget` tokens in all, prompts included.
+  void compare_backend(const std::string& other, std::size_t budget) {
     ModelOptions options = options_;
     options.engine.backend = other;
     options.engine.slots = 1;
@@ -477,12 +484,19 @@ class Checker {
     Engine engine = make_engine(model_, options);
     std::vector<float> got;
     std::vector<float> want;
-    for (std::size_t row = 0; row < rows; ++row) {
+    for (std::size_t row = 0; row < kRows; ++row) {
+      const std::size_t prompt = prompts_[row].size();
+      std::vector<TokenId> tokens = sequence(row);
+      tokens.resize(std::min(tokens.size(), budget));
+      budget -= tokens.size();
+      if (tokens.size() <= prompt) continue;
       const std::vector<float> scores =
-          engine.score(sequence(row), [](std::size_t) { throw_if_interrupted(); });
-      const auto answer = std::span(scores).subspan(prompts_[row].size() - 1);
-      want.insert(want.end(), answer.begin(), answer.end());
-      got.insert(got.end(), stepped_[row].logprobs.begin(), stepped_[row].logprobs.end());
+          engine.score(tokens, [](std::size_t) { throw_if_interrupted(); });
+      want.insert(want.end(), scores.begin() + static_cast<std::ptrdiff_t>(prompt) - 1,
+                  scores.end());
+      const auto& own = stepped_[row].logprobs;
+      got.insert(got.end(), own.begin(),
+                 own.begin() + static_cast<std::ptrdiff_t>(tokens.size() - prompt));
     }
     const std::string types = model_.info().weight_types;
     add(compare_within(fmt::format("log-probabilities against {}", other), got, want,
