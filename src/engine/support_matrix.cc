@@ -61,12 +61,6 @@ std::vector<Candidate> candidates(const EngineOptions& options) {
   return all;
 }
 
-// A step whose tables feed the next: only such a one can be the body of a loop on a device.
-bool feeds_itself(const StepShape& shape) {
-  return shape.variant == StepVariant::kSample && shape.tokens == shape.lanes &&
-         shape.lanes == shape.logit_rows;
-}
-
 bool has_step(const std::vector<Plan>& plans, Takes takes) {
   return std::any_of(plans.begin(), plans.end(), [takes](const Plan& plan) {
     switch (takes) {
@@ -76,7 +70,7 @@ bool has_step(const std::vector<Plan>& plans, Takes takes) {
         return plan.shape.variant == StepVariant::kSample && plan.shape.tokens > plan.shape.lanes;
       case Takes::kDecodeStep:
       case Takes::kManyDecodeSteps:
-        return feeds_itself(plan.shape) && plan.shape.lanes > 1;
+        return plan.shape.feeds_itself() && plan.shape.lanes > 1;
       case Takes::kScoreStep:
         return plan.shape.variant == StepVariant::kScore;
       case Takes::kLogitsStep:

@@ -28,6 +28,11 @@ struct StepShape {
   std::int32_t logit_rows = 1;
   StepVariant variant = StepVariant::kSample;
   bool operator==(const StepShape&) const = default;
+  // A token a lane, sampled from each: AdvanceOp can write the next round's tables, so only such a
+  // step can be the body of a loop on a device.
+  bool feeds_itself() const {
+    return variant == StepVariant::kSample && tokens == lanes && lanes == logit_rows;
+  }
 };
 
 // "tokens=512 lanes=4 logit_rows=4 sample"

@@ -87,10 +87,7 @@ CudaProgram::CudaProgram(const Plan& plan, const Binding& binding, const CudaOpt
   };
   step_ = std::make_unique<CapturedGraph>(issue, device.stream(), false);
   ++counters_.captures;
-  // Only a step whose tables can feed themselves runs in a loop.
-  const StepShape& shape = plan.shape;
-  if (shape.variant == StepVariant::kSample && shape.tokens == shape.lanes &&
-      shape.lanes == shape.logit_rows) {
+  if (plan.shape.feeds_itself()) {
     loop_ = std::make_unique<CapturedGraph>(issue, device.stream(), true);
     ++counters_.captures;
   }
