@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backends/address_hash.h"
 #include "backends/backend.h"
 #include "base/check.h"
 #include "cache/static_cache.h"
@@ -117,24 +118,20 @@ struct StaticKvCache::Impl {
   }
 
   std::uint64_t certify() const {
-    std::uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
-    const auto add = [&hash](std::uint64_t word) { hash = (hash ^ word) * 0x100000001b3ULL; };
-    const auto add_address = [&add](const void* address) {
-      add(reinterpret_cast<std::uintptr_t>(address));
-    };
+    AddressHash hash;
     for (int i = 0; i < static_cast<int>(options.layers.size()); ++i) {
       const LayerCacheView view = regions.cache.layer(i);
-      add_address(view.keys);
-      add_address(view.values);
+      hash.add(view.keys);
+      hash.add(view.values);
       for (const int size : {view.kv_heads, view.key_dim, view.value_dim, view.capacity}) {
-        add(static_cast<std::uint64_t>(size));
+        hash.add_word(static_cast<std::uint64_t>(size));
       }
-      add(static_cast<std::uint64_t>(view.dtype));
+      hash.add_word(static_cast<std::uint64_t>(view.dtype));
     }
-    add_address(lengths);
-    add(static_cast<std::uint64_t>(options.slots));
-    add(static_cast<std::uint64_t>(options.max_seq_len));
-    return hash;
+    hash.add(lengths);
+    hash.add_word(static_cast<std::uint64_t>(options.slots));
+    hash.add_word(static_cast<std::uint64_t>(options.max_seq_len));
+    return hash.value();
   }
 
   int& bound_of(int slot) {
