@@ -13,23 +13,13 @@
 
 #include "../../examples/own_model.cuh"
 #include "backends/cuda/cuda_error.h"
+#include "expect_error.h"
 
 namespace pianola {
 namespace {
 
 using own_model::Model;
 using Tokens = std::vector<std::int32_t>;
-
-template <typename F>
-void expect_error(ErrorCode code, const std::string& part, F&& call) {
-  try {
-    call();
-    FAIL() << "nothing was thrown; expected: " << part;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
-}
 
 __global__ void set_word(std::int32_t* word, std::int32_t value) { *word = value; }
 

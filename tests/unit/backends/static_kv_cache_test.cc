@@ -8,6 +8,7 @@
 
 #include "backends/cuda.h"
 #include "cache/static_cache.h"
+#include "expect_error.h"
 #include "pianola/cache.h"
 #include "pianola/graph.h"
 
@@ -20,17 +21,6 @@ KvCacheOptions small() {
           .slots = 3,
           .type = KvType::kF32,
           .backend = "reference"};
-}
-
-template <typename F>
-void expect_error(ErrorCode code, const std::string& part, F&& call) {
-  try {
-    call();
-    FAIL() << "nothing was thrown";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
 }
 
 TEST(KvIndex, IsThatOfTheLayerCaches) {

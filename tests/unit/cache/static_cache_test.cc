@@ -6,21 +6,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "expect_error.h"
+
 namespace pianola {
 namespace {
 
 const std::vector<FullAttentionSpec> kLayers = {{2, 16, 16}, {1, 8, 24}, {3, 64, 64}};
-
-template <typename F>
-void expect_error(ErrorCode code, const std::string& part, F&& call) {
-  try {
-    call();
-    FAIL() << "nothing was thrown";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
-}
 
 TEST(CacheLayout, CapacityIsWholeBlocks) {
   for (const auto& [asked, given] : std::vector<std::pair<int, int>>{

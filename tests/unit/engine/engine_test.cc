@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "expect_error.h"
 #include "models/golden.h"
 #include "models/model.h"
 #include "pianola/engine.h"
@@ -18,17 +19,6 @@ std::shared_ptr<const CausalModel> tiny_model() {
 
 EngineOptions tiny_options() {
   return {.backend = "reference", .max_seq_len = 64, .slots = 2, .chunk = 16};
-}
-
-template <typename F>
-void expect_error(ErrorCode code, const std::string& part, F&& call) {
-  try {
-    call();
-    FAIL() << "nothing was thrown";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
 }
 
 std::vector<TokenId> tokens(int count) {

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "engine_test_access.h"
+#include "expect_error.h"
 #include "models/golden.h"
 #include "models/model.h"
 
@@ -20,17 +21,6 @@ std::shared_ptr<const CausalModel> tiny_model() {
 
 EngineOptions options(int slots, const char* backend = "reference") {
   return {.backend = backend, .threads = 1, .max_seq_len = 96, .slots = slots, .chunk = 16};
-}
-
-template <typename F>
-void expect_error(ErrorCode code, const std::string& part, F&& call) {
-  try {
-    call();
-    FAIL() << "nothing was thrown, expected: " << part;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
 }
 
 std::vector<TokenId> prompt(int seed, int count) {
