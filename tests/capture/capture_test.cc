@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
+#include <cstdint>
 #include <filesystem>
 
 #include "backends/cpu/isa.h"
@@ -56,10 +56,9 @@ struct Trace {
   std::vector<float> logprobs;
   std::vector<std::byte> cache;
   bool operator==(const Trace& other) const {
+    const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
     return tokens == other.tokens && cache == other.cache &&
-           logprobs.size() == other.logprobs.size() &&
-           std::memcmp(logprobs.data(), other.logprobs.data(), logprobs.size() * sizeof(float)) ==
-               0;
+           std::ranges::equal(logprobs, other.logprobs, {}, bits, bits);
   }
 };
 
