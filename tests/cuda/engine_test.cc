@@ -335,6 +335,19 @@ TEST_F(CudaHost, ACancelledRunEndsWithinARound) {
   EXPECT_LE(late, 2) << "of " << kTrials << "; the host may lose its processor in between";
 }
 
+// The word that asks a run to end is written behind the one that begins it, however soon.
+TEST_F(CudaHost, AStopRightBehindItsBeginIsNotLost) {
+  seconds_per_round();
+  auto& e = EngineTestAccess::impl(engine_);
+  for (int trial = 0; trial < 200; ++trial) {
+    begin_again();
+    const std::uint64_t first = published();
+    e.begin_run({}, 1000);
+    e.settle();
+    ASSERT_LT(published() - first, 100U) << "trial " << trial;
+  }
+}
+
 TEST_F(CudaHost, ALoopLeavesTheHostIdle) {
   seconds_per_round();
   for (const Drive drive : {Drive::kLoop, Drive::kStream}) {

@@ -75,6 +75,7 @@ CudaProgram::CudaProgram(const Plan& plan, const Binding& binding, const CudaOpt
       device_(device),
       counters_(counters),
       check_each_(options.check_each) {
+  check(cudaEventCreateWithFlags(&armed_, cudaEventDisableTiming), "making an event");
   check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "making an event");
   if (options.eager) return;
   const auto begin = std::chrono::steady_clock::now();
@@ -99,6 +100,7 @@ CudaProgram::CudaProgram(const Plan& plan, const Binding& binding, const CudaOpt
 }
 
 CudaProgram::~CudaProgram() {
+  if (armed_) cudaEventDestroy(armed_);
   if (done_) cudaEventDestroy(done_);
 }
 
@@ -145,6 +147,8 @@ void CudaProgram::begin(int max_rounds) {
   device_.write(s.yield, &none, sizeof(none));
   device_.write(s.control, limits, sizeof(limits));
   if (!loop_) return;
+  // A stop() right behind must not be overtaken by the word that it overwrites.
+  check(cudaEventRecord(armed_, device_.stream()), "recording an event");
   loop_->launch(device_.stream());
   ++counters_.launches;
   check(cudaEventRecord(done_, device_.stream()), "recording an event");
@@ -195,7 +199,7 @@ std::optional<RunResult> CudaProgram::finish(int rounds) {
 
 void CudaProgram::stop() {
   stopping_ = true;
-  if (loop_) device_.write_word_beside(kernels_.bound().state().yield, 1);
+  if (loop_) device_.write_word_beside(kernels_.bound().state().yield, 1, armed_);
 }
 
 }  // namespace pianola::cuda

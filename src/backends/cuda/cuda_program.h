@@ -64,6 +64,7 @@ class CudaProgram final : public Program {
   bool check_each_ = false;
   std::unique_ptr<CapturedGraph> step_;  // null: eager
   std::unique_ptr<CapturedGraph> loop_;  // null: no loop on the device
+  cudaEvent_t armed_ = nullptr;  // the words of a run are on the device: stop() waits for it
   cudaEvent_t done_ = nullptr;
   std::uint64_t seen_ = 0;  // events of the ring that wait() has told of
   int max_rounds_ = 0;

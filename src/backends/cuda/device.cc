@@ -206,8 +206,9 @@ void Device::read(void* host, const void* device, std::size_t bytes) {
   synchronize();
 }
 
-void Device::write_word_beside(std::int32_t* device, std::int32_t value) {
+void Device::write_word_beside(std::int32_t* device, std::int32_t value, cudaEvent_t after) {
   *word_ = value;
+  if (after) check(cudaStreamWaitEvent(beside_, after), "waiting for an event");
   check(cudaMemcpyAsync(device, word_, sizeof(value), cudaMemcpyHostToDevice, beside_),
         "copy to the device");
   check(cudaStreamSynchronize(beside_), "copy to the device");
