@@ -190,6 +190,21 @@ TEST_P(CudaEngine, AHundredThousandRoundsAllocateAndCaptureNothing) {
   EXPECT_GE(events, 113000U);
 }
 
+TEST_P(CudaEngine, RoundsOpByOpAllocateNothing) {
+  Engine engine(model_, {.backend = "cuda", .max_seq_len = kCapacity, .slots = 3, .eager = true});
+  const int row = engine.open_row(sampled(1, kCapacity));
+  engine.append(row, prompt(1, 20));
+  const auto decode = [&](std::uint64_t rounds) {
+    const std::uint64_t until = engine.counters().steps + rounds;
+    while (engine.counters().steps < until) engine.run(50);
+  };
+  decode(100);
+  const std::size_t blocks = allocation_count();
+  decode(1000);
+  EXPECT_EQ(allocation_count() - blocks, 0U) << "blocks from operator new";
+  EXPECT_TRUE(engine.has_work());
+}
+
 TEST(CudaEngineCounter, CountsAllocations) {
   const std::size_t before = allocation_count();
   auto* block = new std::vector<int>(100);

@@ -74,7 +74,8 @@ CudaProgram::CudaProgram(const Plan& plan, const Binding& binding, const CudaOpt
     : kernels_(plan, binding, options, library, device.multiprocessors()),
       device_(device),
       counters_(counters),
-      check_each_(options.check_each) {
+      check_each_(options.check_each),
+      positions_(static_cast<std::size_t>(plan.shape.tokens)) {
   check(cudaEventCreateWithFlags(&armed_, cudaEventDisableTiming), "making an event");
   check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "making an event");
   if (options.eager) return;
@@ -160,13 +161,11 @@ std::optional<RunResult> CudaProgram::wait() {
     if (rounds_ >= max_rounds_ || stopping_) return finish(rounds_);
     replay();
     ++rounds_;
-    std::int32_t again = 0;
-    const int lanes = kernels_.bound().plan().shape.lanes;
-    std::vector<std::int32_t> position(static_cast<std::size_t>(lanes));
     StepCounts counts;
     device_.read(&counts, s.counts, sizeof(counts));
-    device_.read(position.data(), s.position, position.size() * sizeof(std::int32_t));
-    for (int t = 0; t < counts.tokens; ++t) again |= position[static_cast<std::size_t>(t)] >= 0;
+    device_.read(positions_.data(), s.position, positions_.size() * sizeof(std::int32_t));
+    const bool again = std::any_of(positions_.begin(), positions_.begin() + counts.tokens,
+                                   [](std::int32_t position) { return position >= 0; });
     return again && rounds_ < max_rounds_ && !stopping_ ? std::nullopt : finish(rounds_);
   }
   while (true) {

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <functional>
+#include <vector>
 
 #include "backends/backend.h"
 #include "backends/cuda/device.h"
@@ -68,7 +69,8 @@ class CudaProgram final : public Program {
   cudaEvent_t done_ = nullptr;
   std::uint64_t seen_ = 0;  // events of the ring that wait() has told of
   int max_rounds_ = 0;
-  int rounds_ = 0;  // of a run whose loop is on the host
+  int rounds_ = 0;                       // of a run whose loop is on the host
+  std::vector<std::int32_t> positions_;  // [tokens] of such a round
   bool ring_bound_ = false;
   bool stopping_ = false;
 };
