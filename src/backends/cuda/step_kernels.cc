@@ -39,8 +39,7 @@ bool is_gemm_form(const WeightDecl& decl) {
 
 struct Sizes {
   int kv_heads = 0, heads = 0, value_dim = 0;
-  std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, vocab = 0,
-               score_vocab = 0;
+  std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, score_vocab = 0;
   std::int64_t head_width = 0;
 };
 
@@ -70,7 +69,6 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.ff = std::max(s.ff, decl(m->gate).rows);
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
     } else if (const auto* h = std::get_if<LmHeadOp>(&op)) {
-      s.vocab = std::max(s.vocab, decl(h->weight).rows);
       s.head_width = std::max(s.head_width, decl(h->weight).cols);
     } else if (const auto* c = std::get_if<ScoreOp>(&op)) {
       s.score_vocab = std::max(s.score_vocab, decl(c->weight).rows);
@@ -99,9 +97,6 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
   c.attention =
       pieces.take(attention_scratch_bytes(std::min(plan.shape.tokens, kDecodeTokens), s.heads,
                                           s.kv_heads, s.value_dim, tables.cache_shape.capacity));
-  if (s.vocab > 0 && plan.shape.variant == StepVariant::kSample) {
-    c.sample = pieces.take(sample_scratch_bytes(plan.shape.logit_rows, static_cast<int>(s.vocab)));
-  }
   c.linear = pieces.take(linear_scratch_bytes(
       plan.shape.tokens, static_cast<int>(std::max({s.widest, s.ff, s.head_width}))));
   c.k = pieces.take(tokens * size_of(s.k_width) * sizeof(float));
@@ -473,8 +468,7 @@ void StepKernels::run(const SampleOp& op, std::size_t, const Launch& l) const {
   sample({.logits = bound_.buffer(op.logits),
           .vocab = static_cast<int>(bound_.width(op.logits)),
           .state = bound_.state(),
-          .logit_rows = logit_rows(),
-          .scratch = scratch<std::byte>(layout_.sample)},
+          .logit_rows = logit_rows()},
          l);
 }
 

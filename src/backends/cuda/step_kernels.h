@@ -28,7 +28,6 @@ struct CudaOptions {
 // with counters, at the same place in every Plan, that are zero between launches and must stay so.
 struct CudaScratch {
   std::size_t attention = 0;
-  std::size_t sample = 0;
   std::size_t linear = 0;    // of linear()
   std::size_t k = 0;         // [tokens, kv_heads * key_dim] f32
   std::size_t v = 0;         // [tokens, kv_heads * value_dim] f32

@@ -205,9 +205,6 @@ __global__ void __launch_bounds__(kTargetThreads) target_kernel(TargetArgs args)
 
 }  // namespace
 
-// The working memory of this kernel is shared memory: nothing else is needed.
-std::size_t sample_scratch_bytes(int, int) { return 0; }
-
 void sample(const SampleArgs& args, const Launch& launch) {
   const int width = slice_width(args.vocab);
   const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(float) + area_bytes(width);

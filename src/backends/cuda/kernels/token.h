@@ -35,10 +35,8 @@ struct SampleArgs {
   const float* logits = nullptr;  // [logit_rows, vocab]
   int vocab = 0;
   StepState state;
-  int logit_rows = 1;            // of the bucket
-  std::byte* scratch = nullptr;  // sample_scratch_bytes(), zeroed once at load
+  int logit_rows = 1;  // of the bucket
 };
-std::size_t sample_scratch_bytes(int logit_rows, int vocab);
 // sampled[r] and logprob[r], as SampleOp says.
 void sample(const SampleArgs& args, const Launch& launch);
 
