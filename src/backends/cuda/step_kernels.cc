@@ -5,7 +5,6 @@
 #include "backends/cuda/kernels/gate.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
-#include "backends/cuda/kernels/token.h"
 #include "base/check.h"
 
 namespace pianola::cuda {
@@ -219,25 +218,57 @@ void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
 }
 
 void StepKernels::run(const NormOp& op, std::size_t, const Launch& l) const {
-  rms_norm({.in = bound_.buffer(op.in),
-            .weight = bound_.vector(op.norm.weight),
-            .eps = op.norm.eps,
-            .out = bound_.buffer(op.out),
-            .width = static_cast<int>(bound_.width(op.in)),
-            .count = token_count(),
-            .tokens = tokens()},
-           l);
+  NormArgs args = norm_args(op.in, op.norm);
+  args.out = bound_.buffer(op.out);
+  rms_norm(args, l);
+}
+
+NormArgs StepKernels::norm_args(BufferId in, const RmsNorm& norm) const {
+  return {.in = bound_.buffer(in),
+          .weight = bound_.vector(norm.weight),
+          .eps = norm.eps,
+          .width = static_cast<int>(bound_.width(in)),
+          .count = token_count(),
+          .tokens = tokens()};
+}
+
+LinearArgs StepKernels::product_args(const float* in, std::int64_t width,
+                                     const RmsNorm& norm) const {
+  return {.in = in,
+          .in_ld = static_cast<int>(width),
+          .norm = bound_.vector(norm.weight),
+          .eps = norm.eps,
+          .count = token_count(),
+          .in_rows = tokens(),
+          .scratch = scratch<std::byte>(layout_.linear)};
+}
+
+LinearArgs StepKernels::head_args(BufferId in, const RmsNorm& norm) const {
+  LinearArgs args = product_args(bound_.buffer(in), bound_.width(in), norm);
+  args.count = logit_count();
+  args.gather = bound_.state().logit_token;
+  return args;
 }
 
 void StepKernels::multiply(LinearArgs args, int count, const Launch& l) const {
-  args.scratch = scratch<std::byte>(layout_.linear);
-  args.in_rows = tokens();
   Launch next = l;
-  for (args.first = 0; args.first < count; args.first += kDecodeTokens) {
-    args.tokens = std::min(kDecodeTokens, count - args.first);
-    linear(args, next);
+  for (int first = 0; first < count; first += kDecodeTokens) {
+    multiply_tile(args, first, count, next);
     next.dependent = l.dependent_inside;
   }
+}
+
+int StepKernels::multiply_tile(LinearArgs args, int first, int count, const Launch& l) const {
+  args.first = first;
+  args.tokens = std::min(kDecodeTokens, count - first);
+  linear(args, l);
+  return args.tokens;
+}
+
+void* StepKernels::bf16_input(BufferId in, const RmsNorm& norm, const Launch& l) const {
+  auto* x = scratch<void>(layout_.normed);
+  rms_norm_bf16(norm_args(in, norm), x, l);
+  return x;
 }
 
 const void* StepKernels::bf16_weight(WeightId id, const Launch& l) const {
@@ -249,23 +280,16 @@ const void* StepKernels::bf16_weight(WeightId id, const Launch& l) const {
 }
 
 void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) const {
-  const int width = static_cast<int>(bound_.width(op.in));
   const int rows = static_cast<int>(bound_.width(op.out));
   const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   if (products_[index].gemm.empty()) {
-    LinearArgs args;
+    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), {});
     args.part[0] = {packed(op.weight), bound_.vector(op.bias), bound_.buffer(op.out), rows};
-    args.in = bound_.buffer(op.in);
-    args.in_ld = width;
     args.residual = residual;
-    args.count = token_count();
     multiply(args, tokens(), l);
     return;
   }
-  auto* x = scratch<void>(layout_.normed);
-  rms_norm_bf16(
-      {.in = bound_.buffer(op.in), .width = width, .count = token_count(), .tokens = tokens()}, x,
-      l);
+  const void* x = bf16_input(op.in, {}, l);
   products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
                                bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
 }
@@ -279,29 +303,16 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
   const std::array<Target, 3> targets = {{{op.q, op.q_bias, bound_.buffer(op.q_out)},
                                           {op.k, op.k_bias, scratch<float>(layout_.k)},
                                           {op.v, op.v_bias, scratch<float>(layout_.v)}}};
-  const int width = static_cast<int>(bound_.width(op.in));
   const std::vector<Gemm>& gemm = products_[index].gemm;
   if (gemm.size() == 3) {
-    auto* x = scratch<void>(layout_.normed);
-    rms_norm_bf16({.in = bound_.buffer(op.in),
-                   .weight = bound_.vector(op.norm.weight),
-                   .eps = op.norm.eps,
-                   .width = width,
-                   .count = token_count(),
-                   .tokens = tokens()},
-                  x, l);
+    const void* x = bf16_input(op.in, op.norm, l);
     for (std::size_t i = 0; i < 3; ++i) {
       gemm[i].run(bf16_weight(targets[i].weight, l), x, bound_.vector(targets[i].bias), nullptr,
                   targets[i].out, scratch<std::byte>(layout_.gemm), l.stream);
     }
     return;
   }
-  LinearArgs args;
-  args.in = bound_.buffer(op.in);
-  args.in_ld = width;
-  args.norm = bound_.vector(op.norm.weight);
-  args.eps = op.norm.eps;
-  args.count = token_count();
+  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
   Launch next = l;
   // Matrices of one form share a launch.
   for (std::size_t i = 0; i < 3;) {
@@ -359,19 +370,11 @@ void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launc
 }
 
 void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) const {
-  const int width = static_cast<int>(bound_.width(op.in));
   const PackedWeight gate = packed(op.gate);
   const PackedWeight up = packed(op.up);
   const std::vector<Gemm>& gemm = products_[index].gemm;
   if (gemm.size() == 3) {
-    auto* x = scratch<void>(layout_.normed);
-    rms_norm_bf16({.in = bound_.buffer(op.in),
-                   .weight = bound_.vector(op.norm.weight),
-                   .eps = op.norm.eps,
-                   .width = width,
-                   .count = token_count(),
-                   .tokens = tokens()},
-                  x, l);
+    void* x = bf16_input(op.in, op.norm, l);
     auto* workspace = scratch<std::byte>(layout_.gemm);
     auto* g = scratch<void>(layout_.gate);
     auto* u = scratch<void>(layout_.up);
@@ -389,12 +392,7 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
                 bound_.buffer(op.out), workspace, l.stream);
     return;
   }
-  LinearArgs args;
-  args.in = bound_.buffer(op.in);
-  args.in_ld = width;
-  args.norm = bound_.vector(op.norm.weight);
-  args.eps = op.norm.eps;
-  args.count = token_count();
+  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
   auto* hidden = scratch<float>(layout_.gate);
   auto* raw_up = scratch<float>(layout_.up);
   Launch next = l;
@@ -416,50 +414,32 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
   }
   next.dependent = dependent;
   const PackedWeight down = packed(op.down);
-  LinearArgs last;
+  LinearArgs last = product_args(hidden, gate.rows, {});
   last.part[0] = {down, bound_.vector(op.down_bias), bound_.buffer(op.out), down.rows};
-  last.in = hidden;
-  last.in_ld = gate.rows;
   last.residual = bound_.buffer(op.residual);
-  last.count = token_count();
   multiply(last, tokens(), next);
 }
 
 void StepKernels::run(const LmHeadOp& op, std::size_t, const Launch& l) const {
   const PackedWeight weight = packed(op.weight);
-  LinearArgs args;
+  LinearArgs args = head_args(op.in, op.norm);
   args.part[0] = {weight, nullptr, bound_.buffer(op.logits), weight.rows};
-  args.in = bound_.buffer(op.in);
-  args.in_ld = static_cast<int>(bound_.width(op.in));
-  args.norm = bound_.vector(op.norm.weight);
-  args.eps = op.norm.eps;
-  args.count = logit_count();
-  args.gather = bound_.state().logit_token;
   multiply(args, logit_rows(), l);
 }
 
 void StepKernels::run(const ScoreOp& op, std::size_t, const Launch& l) const {
   const PackedWeight weight = packed(op.weight);
   auto* logits = scratch<float>(layout_.logits);
-  LinearArgs args;
-  args.in = bound_.buffer(op.in);
-  args.in_ld = static_cast<int>(bound_.width(op.in));
-  args.norm = bound_.vector(op.norm.weight);
-  args.eps = op.norm.eps;
-  args.count = logit_count();
-  args.gather = bound_.state().logit_token;
+  LinearArgs args = head_args(op.in, op.norm);
   args.out_first = true;
-  args.scratch = scratch<std::byte>(layout_.linear);
-  args.in_rows = tokens();
   args.part[0] = {weight, nullptr, logits, weight.rows};
-  for (args.first = 0; args.first < logit_rows(); args.first += kDecodeTokens) {
-    args.tokens = std::min(kDecodeTokens, logit_rows() - args.first);
-    linear(args, l);
+  for (int first = 0; first < logit_rows(); first += kDecodeTokens) {
+    const int rows = multiply_tile(args, first, logit_rows(), l);
     target_logprob({.logits = logits,
                     .vocab = weight.rows,
                     .state = bound_.state(),
-                    .first = args.first,
-                    .rows = args.tokens},
+                    .first = first,
+                    .rows = rows},
                    l);
   }
 }

@@ -10,6 +10,7 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/launch.h"
 #include "backends/cuda/kernels/linear.h"
+#include "backends/cuda/kernels/token.h"
 
 namespace pianola::cuda {
 
@@ -74,8 +75,18 @@ class StepKernels {
   void run(const ScoreOp& op, std::size_t index, const Launch& l) const;
   void run(const SampleOp& op, std::size_t index, const Launch& l) const;
 
+  // A norm of all live tokens, or none when its weight is not valid.
+  NormArgs norm_args(BufferId in, const RmsNorm& norm) const;
+  // A product on all live tokens of `in`, [tokens, width]; its parts are to be filled in.
+  LinearArgs product_args(const float* in, std::int64_t width, const RmsNorm& norm) const;
+  // The same on the tokens whose logits are wanted.
+  LinearArgs head_args(BufferId in, const RmsNorm& norm) const;
   // Products of up to three matrices on one input; every kDecodeTokens tokens a launch.
-  void multiply(LinearArgs args, int tokens, const Launch& l) const;
+  void multiply(LinearArgs args, int count, const Launch& l) const;
+  // The launch for tokens from `first` on; returns how many they may be.
+  int multiply_tile(LinearArgs args, int first, int count, const Launch& l) const;
+  // The normed input of a product by cuBLASLt; valid until the next op.
+  void* bf16_input(BufferId in, const RmsNorm& norm, const Launch& l) const;
   const void* bf16_weight(WeightId id, const Launch& l) const;
   HeadsArgs heads_args(const QkvOp& op) const;
   void choose_products();
