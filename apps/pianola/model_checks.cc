@@ -419,6 +419,7 @@ class Checker {
           EngineOptions other = chosen;
           other.eager = eager;
           other.dependent_launch = dependent;
+          other.check_each = chosen.check_each && eager;
           compare_executor(executor_name(other) + " = " + executor_name(chosen), other);
         }
       }
@@ -477,9 +478,12 @@ class Checker {
   // At most `budget` tokens in all, prompts included.
   void compare_backend(const std::string& other, std::size_t budget) {
     ModelOptions options = options_;
-    options.engine.backend = other;
-    options.engine.slots = 1;
-    options.engine.isa.clear();
+    const EngineOptions& own_options = options_.engine;
+    options.engine = {.backend = other,
+                      .threads = own_options.threads,
+                      .max_seq_len = own_options.max_seq_len,
+                      .cache_type = own_options.cache_type,
+                      .score = true};
     options.memory.clear();
     Engine engine = make_engine(model_, options);
     std::vector<float> got;

@@ -63,9 +63,11 @@ void add_engine_options(CLI::App& command, ModelOptions& options) {
   flag("--dependent-launch,!--no-dependent-launch", engine.dependent_launch,
        "cuda: let a kernel start while the one before it ends. Default: on",
        "PIANOLA_DEPENDENT_LAUNCH");
-  flag("--batch-invariant", engine.batch_invariant,
-       "cuda: prompts in the order of decoding: slower, any chunking gives the same bits",
-       "PIANOLA_BATCH_INVARIANT");
+  flag(
+      "--batch-invariant", engine.batch_invariant,
+      "cuda: prompts in the order of decoding: slower, any chunking gives the same bits, as on the "
+      "other backends without it",
+      "PIANOLA_BATCH_INVARIANT");
   add("--isa", engine.isa,
       "Instruction set of the cpu backend; here: " + isa_list() + ". Default: the best",
       "PIANOLA_ISA", "NAME");

@@ -49,13 +49,13 @@ struct EngineOptions {
   bool score = false;              // record the steps that score() needs
   bool logits = false;             // record the steps that logits() needs
   std::size_t memory_limit = 0;    // bytes; 0: what the device has free
-  // Of the cuda backend:
+  // Of the cuda backend; eager, check_each and no dependent_launch are InvalidArgument on another.
   int device = 0;                // which GPU
   bool eager = false;            // op by op instead of a captured graph
-  bool check_each = false;       // eager: wait for each op, and name the one that failed
+  bool check_each = false;       // with eager: wait for each op, and name the one that failed
   bool dependent_launch = true;  // let a kernel start while the one before it ends
   bool batch_invariant = false;  // prompts in the order of summation of decoding: slower, and any
-                                 // chunking gives the same bits
+                                 // chunking gives the same bits, as always on the other backends
   std::function<void(const LoadProgress&)> on_progress;
 };
 

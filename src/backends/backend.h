@@ -161,12 +161,14 @@ struct BackendOptions {
   // Of the CUDA backend:
   int device = 0;
   bool eager = false;            // op by op instead of a captured graph
-  bool check_each = false;       // eager: wait for each op and name the one that failed
+  bool check_each = false;       // with eager: wait for each op and name the one that failed
   bool dependent_launch = true;  // let a kernel start while the one before it ends
-  bool batch_invariant = false;  // prompts in the order of summation of decoding: slower
+  bool batch_invariant = false;  // prompts in the order of summation of decoding: slower. The other
+                                 // backends always have one order
 };
 
-// "cuda", "cpu" or "reference". InvalidArgument, listing the names, for anything else.
+// "cuda", "cpu" or "reference". InvalidArgument, listing the names, for anything else, and for an
+// option that the backend would not look at.
 std::unique_ptr<Backend> make_backend(std::string_view name, const BackendOptions& options);
 std::vector<std::string> backend_names();
 

@@ -146,6 +146,19 @@ class Errors(Case):
         self.fails(2, "only one text", "run", "-m", TINY, "--ids", "-p", "1", "2")
         self.fails(2, "prompt is empty", "run", "-m", TINY, "--ids", "")
 
+    def test_options_without_effect(self):
+        for command in (["run", "--ids", "1 2"], ["score", "--ids", "1 2"], ["bench"], ["plan"],
+                        ["inspect", "--plan", ""], ["check"]):
+            for backend in ("cpu", "reference"):
+                self.fails(2, f"backend '{backend}': eager has no effect", command[0], "-m", TINY,
+                           "--device", backend, "--eager", *command[1:])
+        run = ["run", "-m", TINY, "--ids", "-n", "1", "1 2"]
+        self.fails(2, "check_each has no effect", *run, "--check-each")
+        self.fails(2, "dependent_launch has no effect", *run, "--no-dependent-launch")
+        self.fails(2, "eager has no effect", *run, env={"PIANOLA_EAGER": "1"})
+        self.fails(2, "check_each without eager", *run, "--device", "cuda", "--check-each")
+        self.ok(*run, "--batch-invariant")  # its promise holds there
+
     def test_no_gpu(self):
         """One sentence, whether the build has no CUDA or the machine no GPU."""
         known = self.fails(2, "backend", "run", "-m", TINY, "--ids", "--backend", "gpu", "1 2").err

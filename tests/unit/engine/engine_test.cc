@@ -52,6 +52,32 @@ TEST(EngineOptions, OutOfRangeIsRefused) {
       "mmx");
 }
 
+// What would change nothing is refused, before a device is looked for.
+TEST(EngineOptions, WithoutEffectIsRefused) {
+  const auto model = tiny_model();
+  const auto refuse = [&](auto change, const std::string& part) {
+    for (const char* backend : {"cpu", "reference"}) {
+      EngineOptions o = tiny_options();
+      o.backend = backend;
+      change(o);
+      expect_error(ErrorCode::kInvalidArgument, part, [&] { Engine(model, o); });
+      expect_error(ErrorCode::kInvalidArgument, part, [&] { Engine::plan(*model, o); });
+      expect_error(ErrorCode::kInvalidArgument, part, [&] { Engine::plan_text(*model, o); });
+    }
+  };
+  refuse([](EngineOptions& o) { o.eager = true; }, "eager has no effect");
+  refuse([](EngineOptions& o) { o.check_each = true; }, "check_each has no effect");
+  refuse([](EngineOptions& o) { o.dependent_launch = false; }, "dependent_launch has no effect");
+  EngineOptions o = tiny_options();
+  o.backend = "cuda";
+  o.check_each = true;
+  expect_error(ErrorCode::kInvalidArgument, "check_each without eager", [&] { Engine(model, o); });
+  // Its promise holds on every other backend.
+  o = tiny_options();
+  o.batch_invariant = true;
+  EXPECT_NO_THROW(Engine(model, o));
+}
+
 TEST(EngineMemory, WhatDoesNotFitIsRefusedWithTheTable) {
   const auto model = tiny_model();
   EngineOptions o = tiny_options();
