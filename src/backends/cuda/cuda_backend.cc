@@ -17,7 +17,8 @@ CudaBackend::CudaBackend(const BackendOptions& options)
     : options_{.eager = options.eager,
                .check_each = options.check_each,
                .dependent_launch = options.dependent_launch,
-               .batch_invariant = options.batch_invariant},
+               .batch_invariant = options.batch_invariant,
+               .persistent = options.persistent},
       device_(options.device) {}
 
 CudaBackend::~CudaBackend() { free_staging(); }

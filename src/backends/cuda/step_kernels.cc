@@ -123,6 +123,58 @@ StepKernels::StepKernels(const Plan& plan, const Binding& binding, const CudaOpt
       layout_(plan_scratch(plan, binding.tables, options)),
       class_(library ? step_class(plan, options) : StepClass::kDecode) {
   choose_products();
+  if (options.persistent && !options.eager) {
+    make_persistent();
+  } else {
+    persistent_refusal_ = "not asked for";
+  }
+}
+
+bool StepKernels::attends_with(const QkvOp& qkv, std::size_t next) const {
+  const std::vector<Op>& ops = bound_.plan().ops;
+  const auto* attention = next < ops.size() ? std::get_if<AttentionOp>(&ops[next]) : nullptr;
+  return attention && class_ == StepClass::kDecode && tokens() <= kDecodeTokens &&
+         attention->cache == qkv.cache && attention->q == qkv.q_out;
+}
+
+void StepKernels::make_persistent() {
+  const std::vector<Op>& ops = bound_.plan().ops;
+  const auto is_qkv = [](const Op& op) { return std::holds_alternative<QkvOp>(op); };
+  const auto begin = std::find_if(ops.begin(), ops.end(), is_qkv);
+  const auto first = static_cast<std::size_t>(begin - ops.begin());
+  std::vector<PersistentOp> program;
+  const auto add = [&](LinearArgs args, int most) {
+    args.tokens = most;
+    program.push_back({.linear = args});
+  };
+  std::size_t at = first;
+  for (; at < ops.size(); ++at) {
+    if (const auto* qkv = std::get_if<QkvOp>(&ops[at])) {
+      if (!attends_with(*qkv, at + 1)) break;
+      for (const LinearArgs& args : qkv_products(*qkv)) add(args, tokens());
+      ++at;
+      program.push_back({.attends = true,
+                         .heads = heads_args(*qkv),
+                         .attention = attention_args(std::get<AttentionOp>(ops[at]))});
+    } else if (const auto* linear_op = std::get_if<LinearOp>(&ops[at])) {
+      add(product(*linear_op), tokens());
+    } else if (const auto* mlp = std::get_if<GatedMlpOp>(&ops[at])) {
+      if (!same_form(packed(mlp->gate), packed(mlp->up))) {
+        persistent_refusal_ = "gate and up of different forms";
+        return;
+      }
+      add(gated_product(*mlp), tokens());
+      add(down_product(*mlp), tokens());
+    } else if (const auto* head = std::get_if<LmHeadOp>(&ops[at])) {
+      add(product(*head), logit_rows());
+    } else {
+      break;
+    }
+  }
+  persistent_refusal_ = PersistentStep::refusal(program, tokens());
+  if (!persistent_refusal_.empty()) return;
+  persistent_ = {static_cast<int>(first), static_cast<int>(at),
+                 std::make_unique<PersistentStep>(program, tokens())};
 }
 
 void StepKernels::choose_products() {
@@ -160,15 +212,23 @@ Launch StepKernels::launch(cudaStream_t stream) const {
 }
 
 void StepKernels::issue(cudaStream_t stream, const cudaGraphConditionalHandle* handle) const {
-  issue_ops(stream, 0, op_count(), handle);
+  if (!persistent_.step) return issue_ops(stream, 0, op_count(), handle);
+  issue_ops(stream, 0, persistent_.first, handle);
+  persistent_.step->launch(launch(stream));
+  issue_ops(stream, persistent_.last, op_count(), handle, true);
 }
 
 void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
                             const cudaGraphConditionalHandle* handle) const {
+  issue_ops(stream, first, last, handle, false);
+}
+
+void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
+                            const cudaGraphConditionalHandle* handle, bool behind) const {
   const std::vector<Op>& ops = bound_.plan().ops;
   Launch l = launch(stream);
   const bool dependent = l.dependent;
-  l.dependent = false;  // the first kernel of a graph has nothing to depend on
+  l.dependent = dependent && behind;  // the first kernel of a graph has nothing to depend on
   for (int i = first; i < last; ++i) {
     const auto index = static_cast<std::size_t>(i);
     const Op& op = ops[index];
@@ -176,10 +236,8 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
       project_qkv(*qkv, index, l);
       l.dependent = dependent;
       const HeadsArgs heads = heads_args(*qkv);
-      const auto* attention = i + 1 < last ? std::get_if<AttentionOp>(&ops[index + 1]) : nullptr;
-      if (attention && class_ == StepClass::kDecode && tokens() <= kDecodeTokens &&
-          attention->cache == qkv->cache && attention->q == qkv->q_out) {
-        run(*attention, &heads, l);
+      if (i + 1 < last && attends_with(*qkv, index + 1)) {
+        run(std::get<AttentionOp>(ops[index + 1]), &heads, l);
         ++i;
       } else {
         finish_heads(heads, l);
@@ -280,31 +338,28 @@ const void* StepKernels::bf16_weight(WeightId id, const Launch& l) const {
 }
 
 void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) const {
-  const int rows = static_cast<int>(bound_.width(op.out));
-  const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   if (products_[index].gemm.empty()) {
-    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), {});
-    args.part[0] = {packed(op.weight), bound_.vector(op.bias), bound_.buffer(op.out), rows};
-    args.residual = residual;
-    multiply(args, tokens(), l);
+    multiply(product(op), tokens(), l);
     return;
   }
   const void* x = bf16_input(op.in, {}, l);
+  const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
                                bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
 }
 
+LinearArgs StepKernels::product(const LinearOp& op) const {
+  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), {});
+  args.part[0] = {packed(op.weight), bound_.vector(op.bias), bound_.buffer(op.out),
+                  static_cast<int>(bound_.width(op.out))};
+  args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
+  return args;
+}
+
 void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {
-  struct Target {
-    WeightId weight;
-    WeightId bias;
-    float* out;
-  };
-  const std::array<Target, 3> targets = {{{op.q, op.q_bias, bound_.buffer(op.q_out)},
-                                          {op.k, op.k_bias, scratch<float>(layout_.k)},
-                                          {op.v, op.v_bias, scratch<float>(layout_.v)}}};
   const std::vector<Gemm>& gemm = products_[index].gemm;
   if (gemm.size() == 3) {
+    const std::array<Target, 3> targets = qkv_targets(op);
     const void* x = bf16_input(op.in, op.norm, l);
     for (std::size_t i = 0; i < 3; ++i) {
       gemm[i].run(bf16_weight(targets[i].weight, l), x, bound_.vector(targets[i].bias), nullptr,
@@ -312,10 +367,19 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
     }
     return;
   }
-  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
   Launch next = l;
+  for (const LinearArgs& args : qkv_products(op)) {
+    multiply(args, tokens(), next);
+    next.dependent = l.dependent_inside;
+  }
+}
+
+std::vector<LinearArgs> StepKernels::qkv_products(const QkvOp& op) const {
+  const std::array<Target, 3> targets = qkv_targets(op);
+  std::vector<LinearArgs> products;
   // Matrices of one form share a launch.
   for (std::size_t i = 0; i < 3;) {
+    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
     args.parts = 0;
     const PackedWeight first = packed(targets[i].weight);
     for (; i < 3 && same_form(first, packed(targets[i].weight)); ++i) {
@@ -323,9 +387,15 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
       args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out,
                                  weight.rows};
     }
-    multiply(args, tokens(), next);
-    next.dependent = l.dependent_inside;
+    products.push_back(args);
   }
+  return products;
+}
+
+std::array<StepKernels::Target, 3> StepKernels::qkv_targets(const QkvOp& op) const {
+  return {{{op.q, op.q_bias, bound_.buffer(op.q_out)},
+           {op.k, op.k_bias, scratch<float>(layout_.k)},
+           {op.v, op.v_bias, scratch<float>(layout_.v)}}};
 }
 
 HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
@@ -352,7 +422,7 @@ HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
   return h;
 }
 
-void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const {
+AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {
   AttentionArgs args;
   args.q = bound_.buffer(op.q);
   args.out = bound_.buffer(op.out);
@@ -362,6 +432,11 @@ void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launc
   args.state = bound_.state();
   args.tokens = tokens();
   args.scratch = scratch<std::byte>(layout_.attention);
+  return args;
+}
+
+void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const {
+  const AttentionArgs args = attention_args(op);
   if (class_ == StepClass::kDecode) {
     attend(args, heads, l);
   } else {
@@ -392,18 +467,14 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
                 bound_.buffer(op.out), workspace, l.stream);
     return;
   }
-  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
-  auto* hidden = scratch<float>(layout_.gate);
-  auto* raw_up = scratch<float>(layout_.up);
   Launch next = l;
   const bool dependent = l.dependent_inside;
   if (same_form(gate, up)) {
-    args.parts = 2;
-    args.end = LinearEnd::kGated;
-    args.part[0] = {gate, bound_.vector(op.gate_bias), hidden, gate.rows};
-    args.part[1] = {up, bound_.vector(op.up_bias), nullptr, up.rows};
-    multiply(args, tokens(), next);
+    multiply(gated_product(op), tokens(), next);
   } else {
+    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
+    auto* hidden = scratch<float>(layout_.gate);
+    auto* raw_up = scratch<float>(layout_.up);
     args.part[0] = {gate, bound_.vector(op.gate_bias), hidden, gate.rows};
     multiply(args, tokens(), next);
     next.dependent = dependent;
@@ -413,18 +484,37 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
              next);
   }
   next.dependent = dependent;
-  const PackedWeight down = packed(op.down);
-  LinearArgs last = product_args(hidden, gate.rows, {});
-  last.part[0] = {down, bound_.vector(op.down_bias), bound_.buffer(op.out), down.rows};
-  last.residual = bound_.buffer(op.residual);
-  multiply(last, tokens(), next);
+  multiply(down_product(op), tokens(), next);
 }
 
-void StepKernels::run(const LmHeadOp& op, std::size_t, const Launch& l) const {
+LinearArgs StepKernels::gated_product(const GatedMlpOp& op) const {
+  const PackedWeight gate = packed(op.gate);
+  const PackedWeight up = packed(op.up);
+  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
+  args.parts = 2;
+  args.end = LinearEnd::kGated;
+  args.part[0] = {gate, bound_.vector(op.gate_bias), scratch<float>(layout_.gate), gate.rows};
+  args.part[1] = {up, bound_.vector(op.up_bias), nullptr, up.rows};
+  return args;
+}
+
+LinearArgs StepKernels::down_product(const GatedMlpOp& op) const {
+  const PackedWeight down = packed(op.down);
+  LinearArgs args = product_args(scratch<float>(layout_.gate), down.cols, {});
+  args.part[0] = {down, bound_.vector(op.down_bias), bound_.buffer(op.out), down.rows};
+  args.residual = bound_.buffer(op.residual);
+  return args;
+}
+
+LinearArgs StepKernels::product(const LmHeadOp& op) const {
   const PackedWeight weight = packed(op.weight);
   LinearArgs args = head_args(op.in, op.norm);
   args.part[0] = {weight, nullptr, bound_.buffer(op.logits), weight.rows};
-  multiply(args, logit_rows(), l);
+  return args;
+}
+
+void StepKernels::run(const LmHeadOp& op, std::size_t, const Launch& l) const {
+  multiply(product(op), logit_rows(), l);
 }
 
 void StepKernels::run(const ScoreOp& op, std::size_t, const Launch& l) const {

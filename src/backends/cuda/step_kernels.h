@@ -3,6 +3,8 @@
 #pragma once
 
 #include <array>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "backends/backend.h"
@@ -10,6 +12,7 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/launch.h"
 #include "backends/cuda/kernels/linear.h"
+#include "backends/cuda/kernels/persistent.h"
 #include "backends/cuda/kernels/token.h"
 
 namespace pianola::cuda {
@@ -23,6 +26,7 @@ struct CudaOptions {
   bool check_each = false;       // eager: wait for each op and name the one that failed
   bool dependent_launch = true;  // programmatic dependent launch edges
   bool batch_invariant = false;  // chunks in the order of the decode class
+  bool persistent = false;       // the layers of a decode step as one kernel, unless eager
 };
 
 // Offsets into the scratch that a Plan's kernels share. That of attention comes first: it begins
@@ -52,9 +56,12 @@ class StepKernels {
 
   const BoundPlan& bound() const { return bound_; }
   int op_count() const { return static_cast<int>(bound_.plan().ops.size()); }
+  // Why the layers are not one kernel; empty if they are.
+  const std::string& persistent_refusal() const { return persistent_refusal_; }
 
-  // One round on `stream`, or the ops [first, last). In a loop, `handle` is the condition of its
-  // node. A QkvOp whose AttentionOp lies in the range is finished by the latter's kernel.
+  // One round on `stream`, or the ops [first, last), each by its own kernels. In a loop, `handle`
+  // is the condition of its node. A QkvOp whose AttentionOp lies in the range is finished by the
+  // latter's kernel.
   void issue(cudaStream_t stream, const cudaGraphConditionalHandle* handle) const;
   void issue_ops(cudaStream_t stream, int first, int last,
                  const cudaGraphConditionalHandle* handle) const;
@@ -64,11 +71,37 @@ class StepKernels {
     std::vector<Gemm> gemm;  // in the order in which the op uses them
   };
 
+  // One matrix of a QkvOp and where its product goes.
+  struct Target {
+    WeightId weight;
+    WeightId bias;
+    float* out;
+  };
+  // The ops that one kernel takes.
+  struct Persistent {
+    int first = 0;
+    int last = 0;
+    std::unique_ptr<PersistentStep> step;
+  };
+
   Launch launch(cudaStream_t stream) const;
+  // With `behind`, the first kernel depends on one before it.
+  void issue_ops(cudaStream_t stream, int first, int last, const cudaGraphConditionalHandle* handle,
+                 bool behind) const;
+  void make_persistent();
+  bool attends_with(const QkvOp& qkv, std::size_t next) const;
   void run(const EmbedOp& op, std::size_t index, const Launch& l) const;
   void run(const NormOp& op, std::size_t index, const Launch& l) const;
   void run(const LinearOp& op, std::size_t index, const Launch& l) const;
   void project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const;
+  // The products of an op in the decode class.
+  std::vector<LinearArgs> qkv_products(const QkvOp& op) const;
+  std::array<Target, 3> qkv_targets(const QkvOp& op) const;
+  LinearArgs product(const LinearOp& op) const;
+  LinearArgs gated_product(const GatedMlpOp& op) const;  // gate and up are of one form
+  LinearArgs down_product(const GatedMlpOp& op) const;
+  LinearArgs product(const LmHeadOp& op) const;
+  AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
   void run(const LmHeadOp& op, std::size_t index, const Launch& l) const;
@@ -108,6 +141,8 @@ class StepKernels {
   CudaScratch layout_;
   StepClass class_;
   std::vector<Products> products_;  // by op; empty in the decode class
+  Persistent persistent_;
+  std::string persistent_refusal_;
 };
 
 }  // namespace pianola::cuda

@@ -98,16 +98,17 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
   }
 }
 
-// The item of this thread block, and whether it has anything to compute. Without a wait only those
-// leave that neither read nor write: a cluster's first thread block always waits, so that no kernel
-// behind this one can overtake the one before.
+// The item of this team, a thread block, and whether it has anything to compute. Without a wait
+// only those leave that neither read nor write: a cluster's first thread block always waits, so
+// that no kernel behind this one can overtake the one before.
 template <typename T>
 __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemory<T>& memory,
                                            Tables& tables, Item& item) {
   allow_next();
   start_cluster(memory);
-  item = find_item(p, tables);
-  if (item.block >= item.active) return false;
+  const int block = static_cast<int>(blockIdx.x);
+  item = find_item(p, tables, block >> p.log_cluster, block & ((1 << p.log_cluster) - 1));
+  if (item.team >= item.active) return false;
   if (item.position < 0) {
     wait_for_previous();
     if (item.position == -1) clear_item(p, item);
@@ -116,6 +117,11 @@ __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemo
   expect_parts(p, item, memory);
   if (threadIdx.x == 0) *memory.item = item;
   return true;
+}
+
+__device__ __forceinline__ void wait_for_item(const Item& item) {
+  if (item.ranks > 1) cluster_wait();  // all have started
+  wait_for_previous();
 }
 
 template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles>
@@ -127,7 +133,9 @@ __global__ void __launch_bounds__(kItemThreads, kExact&& kKeySteps == 2 ? 3 : 2)
   Item item;
   if (!begin_item(p, memory, tables, item)) return;
   const Fresh fresh = p.fused ? find_fresh(tables, item) : Fresh();
-  TensorItem<T, kKeySteps, kValueSteps, kExact, kTiles>(p, item, fresh, memory).run(tables);
+  TensorItem<T, kKeySteps, kValueSteps, kExact, kTiles>(p, item, fresh, memory).run(tables, [&] {
+    wait_for_item(item);
+  });
 }
 
 template <typename T, int N>
@@ -139,7 +147,7 @@ __global__ void __launch_bounds__(kItemThreads, 2)
   Item item;
   if (!begin_item(p, memory, tables, item)) return;
   const Fresh fresh = p.fused ? find_fresh(tables, item) : Fresh();
-  GeneralItem<T, N>{p, item, fresh, memory}.run(tables);
+  GeneralItem<T, N>{p, item, fresh, memory}.run(tables, [&] { wait_for_item(item); });
 }
 
 using DecodeKernel = void (*)(DecodeParams);
@@ -170,8 +178,6 @@ FinishKernel finish_kernel(int dim) {
   return finish_heads_kernel<T, 4>;
 }
 
-int parts_of(int heads, int kv_heads) { return (heads / kv_heads + kItemHeads - 1) / kItemHeads; }
-
 // Thread blocks that share an item: as many as the device holds at once, but always a few, as
 // tokens of one step may differ much in length.
 constexpr int kFewBlocks = 4;
@@ -180,15 +186,6 @@ int log_cluster_of(int items, int sms) {
   static_assert(1 << 4 == kMostRanks);
   while (1 << log > kFewBlocks && items << log > 2 * sms) --log;
   return log;
-}
-
-// Floats of ItemMemory::part: a column for each rank of a thread block's slice.
-int part_floats(int columns, int cluster) {
-  int most = 0;
-  for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
-    most = std::max(most, ranks << log_slice(columns, std::min(ranks, cluster)));
-  }
-  return 4 * most;
 }
 
 void launch_decode(const Launch& launch, DecodeKernel kernel, const DecodeParams& p, int items,
@@ -224,18 +221,10 @@ void launch_decode(const Launch& launch, DecodeKernel kernel, const DecodeParams
 void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
                  const Launch& launch) {
   const LayerCacheView& cache = args.cache;
-  DecodeParams p;
-  p.attention = args;
-  if (heads) p.heads = *heads;
-  p.fused = heads != nullptr;
-  p.first = first;
-  p.tokens = std::min(args.tokens - first, kDecodeTokens);
-  p.group = args.heads / cache.kv_heads;
-  p.parts = parts_of(args.heads, cache.kv_heads);
-  const int items = p.tokens * cache.kv_heads * p.parts;
-  p.log_cluster = log_cluster_of(items, launch.sms);
-  p.part_floats =
-      part_floats(std::min(p.group, kItemHeads) * (cache.value_dim / 4), 1 << p.log_cluster);
+  const int tokens = std::min(args.tokens - first, kDecodeTokens);
+  const int items = tokens * cache.kv_heads * parts_of(args.heads, cache.kv_heads);
+  const DecodeParams p =
+      decode_params(args, heads, first, tokens, log_cluster_of(items, launch.sms));
 
   const DecodeKernel kernel =
       cache.dtype == DType::kF32   ? general_kernel<float>(std::max(cache.key_dim, cache.value_dim))

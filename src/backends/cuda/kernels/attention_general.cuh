@@ -31,7 +31,8 @@ struct GeneralItem {
     float total[kItemHeads];
   };
 
-  __device__ __forceinline__ void run(const Tables& tables) const {
+  template <typename Wait>
+  __device__ __forceinline__ void run(const Tables& tables, const Wait& wait) const {
     HeadConstants<N> constants;
     if (p.fused) {
       constants.load(p);
@@ -39,12 +40,11 @@ struct GeneralItem {
       constants.turns =
           make_turns<N>(constants.frequencies, item.position, p.heads.attention_factor);
     }
-    if (item.ranks > 1) cluster_wait();  // all have started
-    wait_for_previous();
+    wait();
     prepare_item<T, N>(p, item, tables, fresh, memory, constants);
     const LayerCacheView& cache = p.attention.cache;
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int lane = team_thread() & 31;
+    const int warp = team_thread() / 32;
     float2 q[kItemHeads][N];
 #pragma unroll
     for (int h = 0; h < kItemHeads; ++h) {
@@ -58,7 +58,7 @@ struct GeneralItem {
         }
       }
     }
-    for (int rank = item.block; rank < item.ranks; rank += item.cluster) {
+    for (int rank = item.team; rank < item.ranks; rank += item.teams) {
       Sums s;
 #pragma unroll
       for (int h = 0; h < kItemHeads; ++h) {
@@ -83,12 +83,12 @@ struct GeneralItem {
         for (int i = 0; i < N; ++i) {
           const int d = 2 * lane + 64 * i;
           if (d >= cache.value_dim) continue;
-          *reinterpret_cast<float2*>(memory.merge + place * (cache.value_dim + kMergePad) + d) =
-              s.sums[h][i];
+          float* row = memory.merge + (warp * memory.heads + h) * (cache.value_dim + kMergePad);
+          *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }
       end_rank(p, cache.value_dim, memory, rank);
-      __syncthreads();  // the warps' results have been read
+      team_sync();  // the warps' results have been read
     }
     store_fresh(p, fresh, memory);
     add_parts(p, cache.value_dim, memory);
@@ -97,7 +97,7 @@ struct GeneralItem {
   __device__ __forceinline__ void add_positions(Sums& s, const float2 (&q)[kItemHeads][N], int base,
                                                 int end) const {
     const LayerCacheView& cache = p.attention.cache;
-    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const int lane = team_thread() & 31;
     const float scale = p.attention.scale * kLog2e;
     Pair k[kPositions][N];
     Pair v[kPositions][N];

@@ -1,15 +1,17 @@
-// The work of attend() and what happens before and after a block reads its keys and values.
+// The work of attend() and what happens before and after a team reads its keys and values.
 //
-// A cluster of blocks serves one (token, part of a kv head's group of heads): an item. The token's
-// positions are blocks of 64; block b belongs to rank b % ranks, and a rank to the thread block
-// rank % cluster size. Each rank's part of the result goes to the shared memory of the thread
-// blocks that add the parts, in an order fixed by the token's position alone: how large the
-// clusters are changes no bit.
+// Teams of four warps serve one (token, part of a kv head's group of heads): an item. The token's
+// positions are blocks of 64; block b belongs to rank b % ranks, and a rank to the team
+// rank % number of teams. Each rank's part of the result goes to the shared memory of the teams
+// that add the parts, in an order fixed by the token's position alone: how many teams there are
+// changes no bit. In attend() a team is a thread block and its peers are a cluster; in a
+// persistent step a thread block holds two teams.
 //
 // Everything that a step's earlier kernels do not write is read before wait_for_previous(): the
 // step's tables, constants, and keys and values of positions before the step.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 
 #include "backends/cuda/kernels/attention_common.cuh"
@@ -17,7 +19,7 @@
 
 namespace pianola::cuda {
 
-inline constexpr int kItemThreads = 128;
+inline constexpr int kItemThreads = 128;  // of a team
 inline constexpr int kItemWarps = kItemThreads / 32;
 inline constexpr int kItemHeads = 8;  // of one group that an item serves
 inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
@@ -25,7 +27,7 @@ inline constexpr int kMostRanks = 16;
 // Below every score: finite, so that a tile without a position multiplies by 1.
 inline constexpr float kNoScore = -1e30F;
 
-struct DecodeParams {
+struct alignas(16) DecodeParams {
   AttentionArgs attention;
   HeadsArgs heads;
   bool fused = false;   // heads are to be finished here
@@ -33,11 +35,23 @@ struct DecodeParams {
   int tokens = 1;       // of the launch, <= kDecodeTokens
   int group = 1;        // heads of a kv head
   int parts = 1;        // of a group, kItemHeads heads each
-  int log_cluster = 0;  // blocks of a cluster, at most kMostRanks
+  int log_cluster = 0;  // teams of an item, at most kMostRanks
   int part_floats = 0;  // of ItemMemory::part
 };
 
-// Columns (of four floats) of an item that one thread block adds up, when `active` share them.
+// Of a team, the first or the second of its thread block: its threads, and a barrier for them.
+__device__ __forceinline__ int team_thread() {
+  return static_cast<int>(threadIdx.x) & (kItemThreads - 1);
+}
+__device__ __forceinline__ void team_sync() {
+  if (threadIdx.x < kItemThreads) {
+    asm volatile("barrier.cta.sync 1, %0;" ::"n"(kItemThreads) : "memory");
+  } else {
+    asm volatile("barrier.cta.sync 2, %0;" ::"n"(kItemThreads) : "memory");
+  }
+}
+
+// Columns (of four floats) of an item that one team adds up, when `active` share them.
 __host__ __device__ inline int log_slice(int columns, int active) {
   int log = 0;
   while (active << log < columns) ++log;
@@ -62,18 +76,19 @@ struct Item {
   int end;      // positions
   int blocks;   // of 64 positions
   int ranks;
-  int cluster;    // thread blocks
-  int block;      // this thread block of the cluster
-  int active;     // thread blocks with a rank
-  int log_slice;  // columns of the result that a thread block adds up
-  int targets;    // thread blocks that do
+  int teams;      // teams
+  int team;       // this one of them
+  int active;     // teams with a rank
+  int log_slice;  // columns of the result that a team adds up
+  int targets;    // teams that do
 };
 
 // Row tables are padded to 128 bytes, so the row of any of 32 lanes is read before it is known
 // which one is needed.
-__device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables) {
+__device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables, int index,
+                                          int team) {
   const StepState& s = p.attention.state;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int lane = team_thread() & 31;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = lane + 32 * i;
@@ -84,9 +99,8 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables)
   const int live = min(__ldcg(&s.counts->tokens) - p.first, p.tokens);
 
   Item item;
-  item.cluster = 1 << p.log_cluster;
-  item.block = static_cast<int>(blockIdx.x) & (item.cluster - 1);
-  const int index = static_cast<int>(blockIdx.x) >> p.log_cluster;
+  item.teams = 1 << p.log_cluster;
+  item.team = team;
   const int units = p.attention.cache.kv_heads * p.parts;
   item.token = index / units;
   const int unit = index - item.token * units;
@@ -111,14 +125,14 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables)
   item.end = max(item.position, 0) + 1;
   item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
   item.ranks = min(kMostRanks, item.blocks);
-  item.active = min(item.cluster, item.ranks);
+  item.active = min(item.teams, item.ranks);
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   item.log_slice = log_slice(columns, item.active);
   item.targets = (columns + (1 << item.log_slice) - 1) >> item.log_slice;
   return item;
 }
 
-// Tokens of this very step whose keys and values this thread block needs: the cache may not hold
+// Tokens of this very step whose keys and values this team needs: the cache may not hold
 // them yet. The live tokens of a lane lie within kDecodeTokens consecutive positions.
 struct Fresh {
   int low = INT_MAX;  // positions below come from the cache
@@ -126,10 +140,10 @@ struct Fresh {
   unsigned member[2] = {0, 0};  // tokens, in the order of their places in shared memory
 };
 
-// Whether this thread block reads the block of a position.
+// Whether this team reads the block of a position.
 __device__ __forceinline__ bool owns(const Item& item, int position) {
   const int block = position / kCacheBlock;
-  return (block % item.ranks & (item.cluster - 1)) == item.block;
+  return (block % item.ranks & (item.teams - 1)) == item.team;
 }
 
 __device__ __forceinline__ Fresh find_fresh(const Tables& tables, const Item& item) {
@@ -150,53 +164,13 @@ __device__ __forceinline__ Fresh find_fresh(const Tables& tables, const Item& it
 
 // Token of place `place`; the same in all lanes.
 __device__ __forceinline__ int fresh_token(const Fresh& fresh, int place) {
-  const unsigned below = (1U << (threadIdx.x & 31)) - 1;
+  const unsigned below = (1U << (team_thread() & 31)) - 1;
   const int before = __popc(fresh.member[0]);
   const bool half = place >= before;
   const unsigned members = half ? fresh.member[1] : fresh.member[0];
   const int rank = place - (half ? before : 0);
-  const bool here = ((members >> (threadIdx.x & 31)) & 1) != 0 && __popc(members & below) == rank;
+  const bool here = ((members >> (team_thread() & 31)) & 1) != 0 && __popc(members & below) == rank;
   return __ffs(static_cast<int>(__ballot_sync(kAllLanes, here))) - 1 + (half ? 32 : 0);
-}
-
-// Shared memory of a block.
-inline constexpr std::size_t kItemBytes = 16 + (sizeof(Item) + 15) / 16 * 16;
-template <typename T>
-struct ItemMemory {
-  std::uint64_t* barrier;  // [1] all parts have arrived
-  Item* item;              // [1] for the end of the work: registers are short in the loop
-  float4* part;            // [columns of this thread block, ranks] from all thread blocks
-  float2* part_score;      // [kItemHeads, kMostRanks] largest score (base 2) and sum of the weights
-  float* q;                // [kItemHeads, key_dim + kMergePad]
-  float* merge;            // [kItemWarps, kItemHeads, value_dim + kMergePad]
-  float2* score;           // [kItemWarps, kItemHeads] as part_score
-  int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
-  T* k;                    // [fresh, key_dim]
-  T* v;                    // [fresh, value_dim]
-
-  __device__ __forceinline__ ItemMemory(const DecodeParams& p, unsigned char* memory) {
-    const int key_dim = p.attention.cache.key_dim;
-    const int value_dim = p.attention.cache.value_dim;
-    barrier = reinterpret_cast<std::uint64_t*>(memory);
-    item = reinterpret_cast<Item*>(memory + 16);
-    part = reinterpret_cast<float4*>(memory + kItemBytes);
-    part_score = reinterpret_cast<float2*>(memory + kItemBytes + p.part_floats * sizeof(float));
-    q = reinterpret_cast<float*>(part_score + kItemHeads * kMostRanks);
-    merge = q + kItemHeads * (key_dim + kMergePad);
-    score = reinterpret_cast<float2*>(merge + kItemWarps * kItemHeads * (value_dim + kMergePad));
-    place = reinterpret_cast<int*>(score + kItemWarps * kItemHeads);
-    k = reinterpret_cast<T*>(place + kDecodeTokens);
-    v = k + static_cast<std::size_t>(p.tokens) * key_dim;
-  }
-};
-inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
-  const auto key_dim = static_cast<std::size_t>(p.attention.cache.key_dim);
-  const auto value_dim = static_cast<std::size_t>(p.attention.cache.value_dim);
-  const std::size_t floats = static_cast<std::size_t>(p.part_floats) + 2 * kItemHeads * kMostRanks +
-                             kItemHeads * (key_dim + kMergePad) +
-                             kItemWarps * kItemHeads * (value_dim + kMergePad + 2) + kDecodeTokens;
-  const std::size_t fresh = p.fused ? static_cast<std::size_t>(p.tokens) : 0;
-  return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
 }
 
 // --- Parts of a result travel between the thread blocks of a cluster. ---
@@ -209,6 +183,61 @@ __device__ __forceinline__ std::uint32_t peer_offset(std::uint32_t offset, int b
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(offset), "r"(block));
   return peer;
 }
+// Shared memory of a team.
+inline constexpr std::size_t kItemBytes = 16 + (sizeof(Item) + 15) / 16 * 16;
+template <typename T>
+struct ItemMemory {
+  std::uint64_t* barrier;  // [1] all parts have arrived
+  Item* item;              // [1] for the end of the work: registers are short in the loop
+  float4* part;            // [columns of this team, ranks] from all teams
+  float2* part_score;      // [kItemHeads, kMostRanks] largest score (base 2) and sum of the weights
+  float* q;                // [heads, key_dim + kMergePad]
+  float* merge;            // [kItemWarps, heads, value_dim + kMergePad]
+  float2* score;           // [kItemWarps, kItemHeads] as part_score
+  int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
+  T* k;                    // [fresh, key_dim]
+  T* v;                    // [fresh, value_dim]
+  int heads;               // that there is room for
+  int log_blocks = 4;      // thread blocks that an item's teams are dealt to
+  int team_bytes = 0;      // from a thread block's first team's memory to the second's
+  int second = 0;          // whether this is the second, of an item that has both
+  unsigned parity = 0;     // of the barrier's next phase
+
+  __device__ __forceinline__ ItemMemory(const DecodeParams& p, unsigned char* memory)
+      : heads(min(p.group, kItemHeads)) {
+    const int key_dim = p.attention.cache.key_dim;
+    const int value_dim = p.attention.cache.value_dim;
+    barrier = reinterpret_cast<std::uint64_t*>(memory);
+    item = reinterpret_cast<Item*>(memory + 16);
+    part = reinterpret_cast<float4*>(memory + kItemBytes);
+    part_score = reinterpret_cast<float2*>(memory + kItemBytes + p.part_floats * sizeof(float));
+    q = reinterpret_cast<float*>(part_score + kItemHeads * kMostRanks);
+    merge = q + heads * (key_dim + kMergePad);
+    score = reinterpret_cast<float2*>(merge + kItemWarps * heads * (value_dim + kMergePad));
+    place = reinterpret_cast<int*>(score + kItemWarps * kItemHeads);
+    k = reinterpret_cast<T*>(place + kDecodeTokens);
+    v = k + static_cast<std::size_t>(p.tokens) * key_dim;
+  }
+
+  // Where another team of the item has what lies at `offset` here, for send().
+  __device__ __forceinline__ std::uint32_t peer(std::uint32_t offset, int team) const {
+    const int moved = (team >> log_blocks) - second;
+    return peer_offset(offset + static_cast<std::uint32_t>(moved * team_bytes),
+                       team & ((1 << log_blocks) - 1));
+  }
+};
+inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
+  const auto key_dim = static_cast<std::size_t>(p.attention.cache.key_dim);
+  const auto value_dim = static_cast<std::size_t>(p.attention.cache.value_dim);
+  const auto heads = static_cast<std::size_t>(std::min(p.group, kItemHeads));
+  const std::size_t floats = static_cast<std::size_t>(p.part_floats) + 2 * kItemHeads * kMostRanks +
+                             heads * (key_dim + kMergePad) +
+                             kItemWarps * heads * (value_dim + kMergePad) +
+                             2 * kItemWarps * kItemHeads + kDecodeTokens;
+  const std::size_t fresh = p.fused ? static_cast<std::size_t>(p.tokens) : 0;
+  return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
+}
+
 __device__ __forceinline__ void send(std::uint32_t to, float4 v, std::uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
@@ -230,10 +259,10 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Before anything else; all thread blocks of a cluster, whether they have work or not.
+// Before anything else; all teams of a cluster, whether they have work or not.
 template <typename T>
 __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
-  if (threadIdx.x == 0) {
+  if (team_thread() == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_offset(memory.barrier))
                  : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -241,13 +270,13 @@ __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
   __syncwarp();
   cluster_arrive();
 }
-// Once the item is known: how many bytes this thread block will receive.
+// Once the item is known: how many bytes this team will receive.
 template <typename T>
 __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& item,
                                              const ItemMemory<T>& memory) {
-  if (threadIdx.x != 0 || item.ranks == 1 || item.block >= item.targets) return;
+  if (team_thread() != 0 || item.ranks == 1 || item.team >= item.targets) return;
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
-  const int mine = min(1 << item.log_slice, columns - (item.block << item.log_slice));
+  const int mine = min(1 << item.log_slice, columns - (item.team << item.log_slice));
   const int bytes = item.ranks * (mine * 16 + item.heads * 8);
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_offset(memory.barrier)),
@@ -260,12 +289,46 @@ __device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
   do {
     asm volatile(
         "{\n .reg .pred done;\n"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
         " selp.u32 %0, 1, 0, done;\n}"
         : "=r"(done)
-        : "r"(shared_offset(memory.barrier))
+        : "r"(shared_offset(memory.barrier)), "r"(memory.parity)
         : "memory");
   } while (done == 0);
+}
+
+// --- On the host: what a launch is told. ---
+
+inline int parts_of(int heads, int kv_heads) {
+  return (heads / kv_heads + kItemHeads - 1) / kItemHeads;
+}
+
+// Floats of ItemMemory::part: a column for each rank of a team's slice.
+inline int part_floats(int columns, int teams) {
+  int most = 0;
+  for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
+    most = std::max(most, ranks << log_slice(columns, std::min(ranks, teams)));
+  }
+  return 4 * most;
+}
+
+// The tokens first..first + tokens - 1 of the bucket, each of their items on 1 << log_cluster
+// teams.
+inline DecodeParams decode_params(const AttentionArgs& args, const HeadsArgs* heads, int first,
+                                  int tokens, int log_cluster) {
+  const LayerCacheView& cache = args.cache;
+  DecodeParams p;
+  p.attention = args;
+  if (heads) p.heads = *heads;
+  p.fused = heads != nullptr;
+  p.first = first;
+  p.tokens = tokens;
+  p.group = args.heads / cache.kv_heads;
+  p.parts = parts_of(args.heads, cache.kv_heads);
+  p.log_cluster = log_cluster;
+  p.part_floats =
+      part_floats(std::min(p.group, kItemHeads) * (cache.value_dim / 4), 1 << log_cluster);
+  return p;
 }
 
 // --- q, and keys and values of this step's tokens, come into shared memory. ---
@@ -311,7 +374,7 @@ struct HeadTask {
       x = load_head<N>(p.heads.k + row * key_dim, key_dim, p.heads.style);
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
-        const int d = 4 * ((static_cast<int>(threadIdx.x) & 31) + 32 * i);
+        const int d = 4 * ((team_thread() & 31) + 32 * i);
         if (d < value_dim) v[i] = load_activation4(p.heads.v + row * value_dim + d);
       }
     }
@@ -338,7 +401,7 @@ struct HeadTask {
                      [&](int i, float value) { k[i] = to_cache<T>(value); });
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
-        const int d = 4 * ((static_cast<int>(threadIdx.x) & 31) + 32 * i);
+        const int d = 4 * ((team_thread() & 31) + 32 * i);
         if (d >= value_dim) continue;
         T* out = memory.v + (task - item.heads) * value_dim + d;
         out[0] = to_cache<T>(v[i].x);
@@ -350,12 +413,12 @@ struct HeadTask {
   }
 };
 
-// Where each fresh position lies; before prepare_item(), which brings the block in step.
+// Where each fresh position lies; before prepare_item(), which brings the team in step.
 template <typename T>
 __device__ __forceinline__ void place_fresh(const Tables& tables, const Fresh& fresh,
                                             const ItemMemory<T>& memory) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  if (static_cast<int>(threadIdx.x) / 32 != kItemWarps - 1 || fresh.count == 0) return;
+  const int lane = team_thread() & 31;
+  if (team_thread() / 32 != kItemWarps - 1 || fresh.count == 0) return;
   memory.place[lane] = -1;
   memory.place[lane + 32] = -1;
   __syncwarp();
@@ -371,13 +434,13 @@ __device__ __forceinline__ void place_fresh(const Tables& tables, const Fresh& f
   }
 }
 
-// Ends with the whole block in step. N pairs a lane: key_dim and value_dim <= 64 N.
+// Ends with the whole team in step. N pairs a lane: key_dim and value_dim <= 64 N.
 template <typename T, int N>
 __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& item,
                                              const Tables& tables, const Fresh& fresh,
                                              const ItemMemory<T>& memory,
                                              const HeadConstants<N>& constants) {
-  const int tid = static_cast<int>(threadIdx.x);
+  const int tid = team_thread();
   if (p.fused) {
     constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
     const int tasks = item.heads + fresh.count;
@@ -405,7 +468,7 @@ __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& 
           load_activation4(q + 4 * i);
     }
   }
-  __syncthreads();
+  team_sync();
 }
 
 // Place among the fresh of a position >= low, or -1: the cache holds it.
@@ -416,7 +479,7 @@ __device__ __forceinline__ int fresh_place(const ItemMemory<T>& memory, const Fr
   return offset < kDecodeTokens ? memory.place[offset] : -1;
 }
 
-// The thread block that reads the token's own position stores its key and value, and no other item
+// The team that reads the token's own position stores its key and value, and no other item
 // reads them from the cache in this launch.
 template <typename T>
 __device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& fresh,
@@ -424,7 +487,7 @@ __device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& 
   const Item& item = *memory.item;
   if (!p.fused || !item.stores || !owns(item, item.position)) return;
   const LayerCacheView& cache = p.attention.cache;
-  const int tid = static_cast<int>(threadIdx.x);
+  const int tid = team_thread();
   const int place = memory.place[item.position - fresh.low];
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
   if (tid < kItemThreads / 2) {
@@ -457,8 +520,7 @@ __device__ __forceinline__ float4* item_out(const DecodeParams& p, const Item& i
 
 __device__ __forceinline__ void clear_item(const DecodeParams& p, const Item& item) {
   float4* out = item_out(p, item);
-  for (int i = static_cast<int>(threadIdx.x); i < item.heads * p.attention.cache.value_dim / 4;
-       i += kItemThreads) {
+  for (int i = team_thread(); i < item.heads * p.attention.cache.value_dim / 4; i += kItemThreads) {
     out[i] = make_float4(0, 0, 0, 0);
   }
 }
@@ -499,10 +561,10 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
   const int heads = item.heads;
   const int ranks = item.ranks;
   const int slice = item.log_slice;
-  const int tid = static_cast<int>(threadIdx.x);
+  const int tid = team_thread();
   const int columns = value_dim / 4;  // of a head
   const std::uint32_t barrier = shared_offset(memory.barrier);
-  __syncthreads();
+  team_sync();
   float factor[kItemWarps];
   if (ranks > 1) {
     // The last threads first: the first ones have columns to send.
@@ -510,8 +572,8 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
       const int target = i / heads;
       const int head = i - target * heads;
       const float2 score = merge_scores(memory, head, factor);
-      send(peer_offset(shared_offset(memory.part_score + head * kMostRanks + rank), target), score,
-           peer_offset(barrier, target));
+      send(memory.peer(shared_offset(memory.part_score + head * kMostRanks + rank), target), score,
+           memory.peer(barrier, target));
     }
   }
 #pragma unroll 1
@@ -522,7 +584,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
     float4 sum = {};
 #pragma unroll
     for (int w = 0; w < kItemWarps; ++w) {
-      const float* row = memory.merge + (w * kItemHeads + head) * (value_dim + kMergePad);
+      const float* row = memory.merge + (w * memory.heads + head) * (value_dim + kMergePad);
       add_scaled(sum, reinterpret_cast<const float4*>(row)[column], factor[w]);
     }
     if (ranks == 1) {
@@ -532,22 +594,22 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
     } else {
       const int target = i >> slice;
       const int place = (i & ((1 << slice) - 1)) * ranks + rank;
-      send(peer_offset(shared_offset(memory.part + place), target), sum,
-           peer_offset(barrier, target));
+      send(memory.peer(shared_offset(memory.part + place), target), sum,
+           memory.peer(barrier, target));
     }
   }
 }
 
-// Adds the ranks' parts of this thread block's columns: 16 lanes a column, one rank each.
+// Adds the ranks' parts of this team's columns: 16 lanes a column, one rank each.
 template <typename T>
 __device__ __forceinline__ void add_parts(const DecodeParams& p, int value_dim,
                                           const ItemMemory<T>& memory) {
   const Item& item = *memory.item;
-  if (item.ranks == 1 || item.block >= item.targets) return;
-  const int tid = static_cast<int>(threadIdx.x);
+  if (item.ranks == 1 || item.team >= item.targets) return;
+  const int tid = team_thread();
   const int rank = tid & (kMostRanks - 1);
   const int columns = value_dim / 4;
-  const int first = item.block << item.log_slice;
+  const int first = item.team << item.log_slice;
   const int mine = min(1 << item.log_slice, item.heads * columns - first);
   wait_for_parts(memory);
   for (int base = tid / 32 * 2; base < mine; base += 2 * kItemWarps) {

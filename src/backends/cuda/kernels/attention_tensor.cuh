@@ -20,7 +20,7 @@ __device__ __forceinline__ std::uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// A thread block's way through its ranks: the first of a round's blocks of positions, which lie
+// A team's way through its ranks: the first of a round's blocks of positions, which lie
 // `ranks` blocks apart.
 struct Walk {
   int rank;
@@ -30,7 +30,7 @@ struct Walk {
   __device__ __forceinline__ bool next(const Item& item, int step) {
     block += step * item.ranks;
     if (block < item.blocks) return false;
-    rank += item.cluster;
+    rank += item.teams;
     block = rank < item.ranks ? rank : item.blocks;
     return true;
   }
@@ -65,17 +65,17 @@ struct TensorItem {
     value_dim = kExact ? 64 * kValueSteps : cache.value_dim;
     keys = key_slot<T>(cache, item.row) + item.kv_head * kCacheBlock * key_dim;
     values = value_slot<T>(cache, item.row) + item.kv_head * kCacheBlock * value_dim;
-    r = (static_cast<int>(threadIdx.x) & 31) >> 2;
-    j = static_cast<int>(threadIdx.x) & 3;
+    r = (team_thread() & 31) >> 2;
+    j = team_thread() & 3;
   }
 
   // First position of this warp's tile of a block, and where its rows lie.
   __device__ __forceinline__ int tile_base(int block) const {
-    return block * kCacheBlock + static_cast<int>(threadIdx.x) / 32 * 16;
+    return block * kCacheBlock + team_thread() / 32 * 16;
   }
   __device__ __forceinline__ std::size_t tile_row(int block) const {
     return static_cast<std::size_t>(block) * (p.attention.cache.kv_heads * kCacheBlock) +
-           threadIdx.x / 32 * 16;
+           team_thread() / 32 * 16;
   }
   __device__ __forceinline__ bool key_inside(int s) const {
     return kExact || 32 * s + 8 * j < key_dim;
@@ -118,7 +118,7 @@ struct TensorItem {
   __device__ __forceinline__ void fetch(int block) const {
     if (block >= item.blocks) return;
     const int rows = min(item.end - tile_base(block), 16);
-    const int line = (static_cast<int>(threadIdx.x) & 31) * 128;
+    const int line = (team_thread() & 31) * 128;
     constexpr int kWidth = static_cast<int>(sizeof(T));
     const auto* k = reinterpret_cast<const char*>(keys + tile_row(block) * key_dim);
     for (int i = line; i < rows * key_dim * kWidth; i += 32 * 128) prefetch(k + i);
@@ -224,10 +224,12 @@ struct TensorItem {
     }
   }
 
-  __device__ __forceinline__ void run(const Tables& tables) const {
+  // wait() returns when all teams of the item have started and q, k and v are there.
+  template <typename Wait>
+  __device__ __forceinline__ void run(const Tables& tables, const Wait& wait) const {
     uint4 k[kTiles][kKeySteps][2];
     uint4 v[kTiles][kValueSteps][4];
-    Walk at{item.block, item.block};
+    Walk at{item.team, item.team};
     HeadConstants<kPairs> constants;
     if (p.fused) {
       // Positions before the step: no kernel that may still run writes them.
@@ -243,8 +245,7 @@ struct TensorItem {
       constants.turns =
           make_turns<kPairs>(constants.frequencies, item.position, p.heads.attention_factor);
     }
-    if (item.ranks > 1) cluster_wait();  // all have started
-    wait_for_previous();
+    wait();
     if (!p.fused) load_first(k, v, at);
     prepare_item<T, kPairs>(p, item, tables, fresh, memory, constants);
     std::uint32_t q_high[kKeySteps][4];
@@ -320,7 +321,7 @@ struct TensorItem {
         store(sums, most, total);
         end_rank(p, value_dim, memory, at.rank);
         if (next.block == item.blocks) break;
-        __syncthreads();  // the warps' results have been read
+        team_sync();  // the warps' results have been read
 #pragma unroll
         for (int s = 0; s < kValueSteps; ++s) {
 #pragma unroll
@@ -350,7 +351,7 @@ struct TensorItem {
   // To where end_rank() adds the warps'.
   __device__ __forceinline__ void store(const float (&sums)[kValueSteps][4][4],
                                         const float (&most)[2], float (&total)[2]) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warp = team_thread() / 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -359,7 +360,8 @@ struct TensorItem {
       }
       const int place = warp * kItemHeads + 2 * j + i;
       if (r == 0) memory.score[place] = make_float2(most[i], total[i]);
-      float* row = memory.merge + place * (value_dim + kMergePad);
+      if (2 * j + i >= memory.heads) continue;
+      float* row = memory.merge + (warp * memory.heads + 2 * j + i) * (value_dim + kMergePad);
 #pragma unroll
       for (int s = 0; s < kValueSteps; ++s) {
         if (!value_inside(s)) continue;

@@ -14,17 +14,17 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int token = blockIdx.x;
-  const int first = slice_begin(p, min(warp, p.slices - 1)) * S::kCols;
-  const int end = slice_begin(p, min(warp, p.slices - 1) + 1) * S::kCols;
+  const int first = slice_begin(p.steps, p.slices, min(warp, p.slices - 1)) * S::kCols;
+  const int end = slice_begin(p.steps, p.slices, min(warp, p.slices - 1) + 1) * S::kCols;
   float4 norm[kHeld];
-  load_norm(p, first, end, lane, norm);
+  load_norm(p.norm, p.cols, first, end, lane, norm);
   wait_for_previous();
   if (token >= live_tokens(p)) return;
   const int row = p.gather ? __ldcg(p.gather + token) : token;
   const int groups = (p.tokens + 7) / 8;
   if (warp < p.slices) {
     const float square = convert_slice<codes>(
-        p, p.in + static_cast<std::int64_t>(row) * p.in_ld, first, end, norm, lane,
+        p.norm, p.cols, p.in + static_cast<std::int64_t>(row) * p.in_ld, first, end, norm, lane,
         [&](int c, const uint4& words) {
           const Place place = place_of<codes>(c % S::kCols);
           const int product = c / S::kCols * S::kProducts + place.product;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   // Every team of a block makes the same number of turns: they meet at barriers.
   const int most = static_cast<int>((p.units + workers - 1) / workers);
   const int turns = (most + units_at_once - 1) / units_at_once;
-  const int step_begin = slice_begin(p, slice);
-  const int step_end = slice_begin(p, slice + 1);
+  const int step_begin = slice_begin(p.steps, p.slices, slice);
+  const int step_end = slice_begin(p.steps, p.slices, slice + 1);
 
   uint4 weights[kDepth][kTiles];
   ScaleWords<codes, scales> words[kQuantised ? kDepth : 1][kQuantised ? kTiles : 1];
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
     const int first = step_begin * S::kCols;
     const int end = step_end * S::kCols;
     float4 norm[kHeld];
-    load_norm(p, first, end, lane, norm);
+    load_norm(p.norm, p.cols, first, end, lane, norm);
     wait_for_previous();
     live = live_tokens(p);  // on its way beside the activations: all of the bucket are converted
     staged_here = g < p.tokens;
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
       for (int token = 0; token < p.tokens; ++token) {
         const int row = p.gather ? min(max(__ldcg(p.gather + token), 0), p.in_rows - 1) : token;
         const float square =
-            convert_slice<codes>(p, p.in + static_cast<std::int64_t>(row) * p.in_ld, first, end,
-                                 norm, lane, [&](int c, const uint4& v) {
+            convert_slice<codes>(p.norm, p.cols, p.in + static_cast<std::int64_t>(row) * p.in_ld,
+                                 first, end, norm, lane, [&](int c, const uint4& v) {
                                    const Place place = place_of<codes>(c % S::kCols);
                                    const int product = c / S::kCols * S::kProducts + place.product;
                                    staged[(product * p.tokens + token) * 4 + place.t] = v;
@@ -227,44 +227,8 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
               }
             }
           } else {
-            // Codes are multiplied as integers; scales join when their block is complete.
-            constexpr int kPer = scales == Scales::kFloat16 ? 1 : 2;  // products under one scale
-#pragma unroll
-            for (int b = 0; b < S::kProducts / kPer; ++b) {
-#pragma unroll
-              for (int m = 0; m < kGroups; ++m) {
-                if (m * 8 >= p.tokens) continue;
-                std::uint32_t a[kPer][4];
-                float ones[4] = {};
-#pragma unroll
-                for (int h = 0; h < kPer; ++h) {
-                  const uint4 v = activations(b * kPer + h, m);
-                  a[h][0] = v.x, a[h][1] = v.y, a[h][2] = v.z, a[h][3] = v.w;
-                  // The sum of a block's activations, in every column of the product.
-                  if (kPer == 2) mma_bf16(ones, a[h], 0x3f803f80U, 0x3f803f80U);
-                }
-#pragma unroll
-                for (int n = 0; n < kTiles; ++n) {
-                  if (n >= active) continue;
-                  float block[4] = {};
-#pragma unroll
-                  for (int h = 0; h < kPer; ++h) {
-                    std::uint32_t b0 = 0;
-                    std::uint32_t b1 = 0;
-                    operand<codes>(weights[i][n], b * kPer + h, 0, b0, b1);
-                    mma_bf16(block, a[h], b0, b1);
-                  }
-                  const float2 even = words[i][n].get(2 * t, b);
-                  const float2 odd = words[i][n].get(2 * t + 1, b);
-#pragma unroll
-                  for (int k = 0; k < 4; ++k) {
-                    const float2 scale = k % 2 ? odd : even;
-                    acc[n][m][k] = fmaf(scale.x, block[k], acc[n][m][k]);
-                    if (kPer == 2) acc[n][m][k] = fmaf(scale.y, ones[k], acc[n][m][k]);
-                  }
-                }
-              }
-            }
+            multiply_blocks<codes, scales>(acc, weights[i], words[i], active, p.tokens, t,
+                                           activations);
           }
         }
         const int next = base + i + kDepth;

@@ -96,7 +96,8 @@ struct Tile {
   int row = 0;
 };
 
-__device__ __forceinline__ Tile tile_of(const Params& p, int unit, int end_unit, int slot) {
+template <typename P>  // Params, or a shape of a persistent step
+__device__ __forceinline__ Tile tile_of(const P& p, int unit, int end_unit, int slot) {
   if (p.gated) {
     const int pair = unit + slot / 2;
     return pair < end_unit ? Tile{slot % 2, pair * kTileRows} : Tile{};
@@ -122,6 +123,10 @@ struct ScaleWords {
   std::uint32_t word[kWide ? 2 : 1];
 
   __device__ __forceinline__ void clear() { word[0] = 0, word[kWide ? 1 : 0] = 0; }
+  __device__ __forceinline__ void set(const uint2& words) {
+    word[0] = words.x;
+    if (kWide) word[kWide ? 1 : 0] = words.y;
+  }
   // `row` is the scale row of the lane's own row of the tile.
   __device__ __forceinline__ void load(const std::byte* row, int step, int t) {
     const std::byte* at = row + static_cast<std::int64_t>(step) * kRowBytes;
@@ -208,6 +213,54 @@ __device__ __forceinline__ void operand(const uint4& w, int j, int part, std::ui
   }
 }
 
+// acc += the products of one step of quantised weights: codes are multiplied as integers, scales
+// join when their block is complete. `activations(j, m)` are the operand words of product j, group
+// m.
+template <Codes codes, Scales scales, int kGroups, int kTiles, typename Activations>
+__device__ __forceinline__ void multiply_blocks(float (&acc)[kTiles][kGroups][4],
+                                                const uint4 (&weights)[kTiles],
+                                                const ScaleWords<codes, scales> (&words)[kTiles],
+                                                int active, int tokens, int t,
+                                                const Activations& activations) {
+  constexpr int kPer = scales == Scales::kFloat16 ? 1 : 2;  // products under one scale
+#pragma unroll
+  for (int b = 0; b < Step<codes>::kProducts / kPer; ++b) {
+#pragma unroll
+    for (int m = 0; m < kGroups; ++m) {
+      if (m * 8 >= tokens) continue;
+      std::uint32_t a[kPer][4];
+      float ones[4] = {};
+#pragma unroll
+      for (int h = 0; h < kPer; ++h) {
+        const uint4 v = activations(b * kPer + h, m);
+        a[h][0] = v.x, a[h][1] = v.y, a[h][2] = v.z, a[h][3] = v.w;
+        // The sum of a block's activations, in every column of the product.
+        if (kPer == 2) mma_bf16(ones, a[h], 0x3f803f80U, 0x3f803f80U);
+      }
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (n >= active) continue;
+        float block[4] = {};
+#pragma unroll
+        for (int h = 0; h < kPer; ++h) {
+          std::uint32_t b0 = 0;
+          std::uint32_t b1 = 0;
+          operand<codes>(weights[n], b * kPer + h, 0, b0, b1);
+          mma_bf16(block, a[h], b0, b1);
+        }
+        const float2 even = words[n].get(2 * t, b);
+        const float2 odd = words[n].get(2 * t + 1, b);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 scale = k % 2 ? odd : even;
+          acc[n][m][k] = fmaf(scale.x, block[k], acc[n][m][k]);
+          if (kPer == 2) acc[n][m][k] = fmaf(scale.y, ones[k], acc[n][m][k]);
+        }
+      }
+    }
+  }
+}
+
 // Four activations of one token, times the norm's weight, as operand words of a product: rows g are
 // the high parts of eight tokens, rows g + 8 their low parts.
 __device__ __forceinline__ uint4 activation_words(const float4& x, const float4& norm) {
@@ -222,9 +275,9 @@ __device__ __forceinline__ float square_sum(const float4& x) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0F + __expf(-x)); }
 
-__device__ __forceinline__ int slice_begin(const Params& p, int slice) {
-  return static_cast<int>(static_cast<unsigned>(p.steps) * static_cast<unsigned>(slice) /
-                          static_cast<unsigned>(p.slices));
+__device__ __forceinline__ int slice_begin(int steps, int slices, int slice) {
+  return static_cast<int>(static_cast<unsigned>(steps) * static_cast<unsigned>(slice) /
+                          static_cast<unsigned>(slices));
 }
 
 // Sums over slices, in order; `at(s)` is one of them.
@@ -245,8 +298,9 @@ inline constexpr int kHeld = 4;
 // One warp converts its slice of one token: `store(quad column, words)`. Returns the slice's sum of
 // squares, in the order that every route shares: a lane's quads in turn, then lanes as a tree.
 template <Codes codes, typename Store>
-__device__ __forceinline__ float convert_slice(const Params& p, const float* x_row, int first,
-                                               int end, const float4 (&norm)[kHeld], int lane,
+__device__ __forceinline__ float convert_slice(const float* norm_weights, int cols,
+                                               const float* x_row, int first, int end,
+                                               const float4 (&norm)[kHeld], int lane,
                                                const Store& store) {
   float square = 0;
   for (int base = first + 4 * lane; base < end; base += 128 * kHeld) {
@@ -254,16 +308,16 @@ __device__ __forceinline__ float convert_slice(const Params& p, const float* x_r
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int c = base + 128 * i;
-      x[i] = c < p.cols && c < end ? load_activation4(x_row + c) : make_float4(0, 0, 0, 0);
+      x[i] = c < cols && c < end ? load_activation4(x_row + c) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int c = base + 128 * i;
       if (c >= end) continue;
       float4 weight = norm[i];
-      if (p.norm && base >= first + 128 * kHeld) {
-        weight = c < p.cols ? __ldg(reinterpret_cast<const float4*>(p.norm + c))
-                            : make_float4(1, 1, 1, 1);
+      if (norm_weights && base >= first + 128 * kHeld) {
+        weight = c < cols ? __ldg(reinterpret_cast<const float4*>(norm_weights + c))
+                          : make_float4(1, 1, 1, 1);
       }
       square += square_sum(x[i]);
       store(c, activation_words(x[i], weight));
@@ -273,13 +327,13 @@ __device__ __forceinline__ float convert_slice(const Params& p, const float* x_r
 }
 
 // The norm's weights of a lane's first quads: they do not depend on the kernel before.
-__device__ __forceinline__ void load_norm(const Params& p, int first, int end, int lane,
-                                          float4 (&norm)[kHeld]) {
+__device__ __forceinline__ void load_norm(const float* weights, int cols, int first, int end,
+                                          int lane, float4 (&norm)[kHeld]) {
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const int c = first + 4 * lane + 128 * i;
-    norm[i] = p.norm && c < end && c < p.cols ? __ldg(reinterpret_cast<const float4*>(p.norm + c))
-                                              : make_float4(1, 1, 1, 1);
+    norm[i] = weights && c < end && c < cols ? __ldg(reinterpret_cast<const float4*>(weights + c))
+                                             : make_float4(1, 1, 1, 1);
   }
 }
 
