@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -14,6 +13,7 @@
 #include "models/model.h"
 #include "plan/step_state.h"
 #include "signals.h"
+#include "trace_checks.h"
 
 namespace pianola::cli {
 namespace {
@@ -37,66 +37,7 @@ constexpr const char* kTexts[kRows] = {
     "Ada Lovelace wrote that the engine might compose elaborate pieces of music.",
     "One, two, three, four, five, six"};
 
-// --- What a row has said ------------------------------------------------------------------------
-
-struct Trace {
-  std::vector<TokenId> tokens;
-  std::vector<float> logprobs;
-  bool finite = true;
-};
 using Traces = std::array<Trace, kRows>;
-
-bool same_bits(float a, float b) {
-  return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
-}
-
-// "" when they are equal; else the first difference.
-std::string first_difference(const Trace& got, const Trace& want) {
-  for (std::size_t i = 0; i < std::min(got.tokens.size(), want.tokens.size()); ++i) {
-    if (got.tokens[i] != want.tokens[i]) {
-      return fmt::format("token {} is {}, not {}", i, got.tokens[i], want.tokens[i]);
-    }
-    if (!same_bits(got.logprobs[i], want.logprobs[i])) {
-      return fmt::format("log-probability {} is {:.9g}, not {:.9g}", i, got.logprobs[i],
-                         want.logprobs[i]);
-    }
-  }
-  if (got.tokens.size() == want.tokens.size()) return "";
-  return fmt::format("{} tokens, not {}", got.tokens.size(), want.tokens.size());
-}
-
-ModelCheck compare_bits(std::string name, std::span<const Trace> got, std::span<const Trace> want) {
-  std::size_t tokens = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    const std::string difference = first_difference(got[i], want[i]);
-    if (!difference.empty()) {
-      return {std::move(name), Result::kFailed, fmt::format("row {}: {}", i, difference), {}, {}};
-    }
-    tokens += got[i].tokens.size();
-  }
-  return {std::move(name),
-          Result::kPassed,
-          fmt::format("{} tokens and their log-probabilities, bit for bit", tokens),
-          {},
-          {}};
-}
-
-// The largest difference of log-probabilities, which may be up to `bar`.
-ModelCheck compare_within(std::string name, std::span<const float> got, std::span<const float> want,
-                          double bar) {
-  double largest = 0;
-  double squares = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    const double difference = std::abs(static_cast<double>(got[i]) - want[i]);
-    if (!(difference <= largest)) largest = difference;  // NaN stays
-    squares += difference * difference;
-  }
-  const double rms = std::sqrt(squares / static_cast<double>(std::max(got.size(), std::size_t{1})));
-  const bool good = got.size() == want.size() && largest <= bar;
-  return {std::move(name), good ? Result::kPassed : Result::kFailed,
-          fmt::format("{} log-probabilities, root mean square {:.3g}", got.size(), rms), largest,
-          bar};
-}
 
 ModelCheck skipped(std::string name, std::string why) {
   return {std::move(name), Result::kSkipped, std::move(why), {}, {}};
@@ -126,23 +67,6 @@ std::array<std::vector<TokenId>, kRows> make_prompts(const Model& model, std::ui
   }
   return prompts;
 }
-
-// --- Bars ---------------------------------------------------------------------------------------
-
-// How far a log-probability may be from that of another backend, which has the same weights and the
-// same type of cache: what is left is how activations are rounded on their way into a product.
-//   floats, and cuda      f32, or 16 bits of mantissa
-//   bf16 on the cpu       8 bits of mantissa, as transformers in bfloat16
-//   blocks on the cpu     8 bits in blocks of 32 with a scale, as llama.cpp
-double bar_of(std::string_view backend, const std::string& weight_types) {
-  if (backend == "reference") return 0.002;
-  const bool floats = weight_types == "f32" || weight_types == "f16";
-  if (backend == "cuda" || floats) return 0.01;
-  return weight_types == "bf16" ? 0.25 : 0.5;
-}
-
-// Of prompts that cuda computes with cuBLASLt: activations in bfloat16.
-double chunk_bar(std::string_view backend) { return backend == "cuda" ? 0.25 : 0.01; }
 
 // --- The checks ---------------------------------------------------------------------------------
 

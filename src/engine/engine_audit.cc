@@ -17,9 +17,9 @@ void fill_with_nan(Backend& backend, std::byte* to, std::size_t bytes) {
   }
 }
 
-// Positions from `length` on of one slot of keys or values.
-void poison_slot(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim,
-                 int length) {
+// Positions from `length` on of one slot of one layer's keys or values.
+void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim,
+                    int length) {
   const std::size_t row = dtype_info(view.dtype).bytes * static_cast<std::size_t>(dim);
   const std::size_t block = row * kCacheBlock * static_cast<std::size_t>(view.kv_heads);
   const int whole = (length + kCacheBlock - 1) / kCacheBlock;  // blocks that hold a token
@@ -38,17 +38,27 @@ void poison_slot(Backend& backend, const LayerCacheView& view, std::byte* slot, 
 }  // namespace
 
 void EngineAudit::poison(Engine& engine) {
-  Engine::Impl& e = *engine.impl_;
-  e.settle();
-  const auto rows = e.rows->rows();
+  engine.impl_->settle();  // lengths are final then
+  const auto rows = engine.impl_->rows->rows();
   for (int slot = 0; slot < static_cast<int>(rows.size()); ++slot) {
     const RowTable::Row& row = rows[static_cast<std::size_t>(slot)];
-    const int length = row.open ? row.length : 0;
-    for (const LayerCacheView& view : e.caches) {
-      poison_slot(*e.backend, view, view.key_slot(slot), view.key_dim, length);
-      poison_slot(*e.backend, view, view.value_slot(slot), view.value_dim, length);
-    }
+    poison_slot(engine, slot, row.open ? row.length : 0);
   }
+  poison_activations(engine);
+}
+
+void EngineAudit::poison_slot(Engine& engine, int slot, int first) {
+  Engine::Impl& e = *engine.impl_;
+  e.settle();
+  for (const LayerCacheView& view : e.caches) {
+    fill_positions(*e.backend, view, view.key_slot(slot), view.key_dim, first);
+    fill_positions(*e.backend, view, view.value_slot(slot), view.value_dim, first);
+  }
+}
+
+void EngineAudit::poison_activations(Engine& engine) {
+  Engine::Impl& e = *engine.impl_;
+  e.settle();
   fill_with_nan(*e.backend, e.work_memory->data(), e.layout.workspace_bytes());
 }
 

@@ -138,7 +138,7 @@ int choose_max_seq_len(const CausalModel& model, EngineOptions options, const Ba
 
 EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& options,
                            const Backend& backend)
-    : options_(options), state_(StepLimits{}) {
+    : options_(options), state_(limits_) {
   validate(options_);
   cache_dtype(options_.cache_type);
   const auto layout = [&backend](const WeightDecl& decl) { return backend.weight_layout(decl); };
@@ -158,7 +158,8 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   tables_ = model.tables(options_.max_seq_len);
   cache_layout_ = CacheLayout(tables_.caches, cache_options(options_));
   const std::vector<StepShape> shapes = step_shapes(options_);
-  state_ = StepStateLayout(step_limits(options_, shapes));
+  limits_ = step_limits(options_, shapes);
+  state_ = StepStateLayout(limits_);
   const PlanTables plan_tables{tables_.weights, tables_.caches, cache_layout_.shape()};
   for (const StepShape& shape : shapes) {
     plans_.push_back(model.record(tables_, shape));

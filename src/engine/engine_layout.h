@@ -37,6 +37,7 @@ class EngineLayout {
   const ModelTables& tables() const { return tables_; }
   const std::vector<Plan>& plans() const { return plans_; }
   const StaticCache& cache() const { return *cache_; }
+  const StepLimits& limits() const { return limits_; }  // of the largest step in every respect
   const StepStateLayout& state() const { return state_; }
   WeightStore& weights() { return *weights_; }
 
@@ -50,6 +51,7 @@ class EngineLayout {
   ModelTables tables_;
   CacheLayout cache_layout_;
   std::vector<Plan> plans_;
+  StepLimits limits_;
   StepStateLayout state_;
   Arena weight_arena_;
   Arena cache_arena_;

@@ -78,11 +78,7 @@ void Engine::Impl::bind() {
       .scratch_bytes = layout.scratch_bytes()};
   programs = std::make_unique<ProgramCache>(layout.plans(), *backend, binding);
 
-  StepLimits limits{.rows = options.slots, .max_seq_len = options.max_seq_len};
   for (const Plan& plan : layout.plans()) {
-    limits.tokens = std::max(limits.tokens, plan.shape.tokens);
-    limits.lanes = std::max(limits.lanes, plan.shape.lanes);
-    limits.logit_rows = std::max(limits.logit_rows, plan.shape.logit_rows);
     if (plan.shape.variant == StepVariant::kSample) {
       step_tokens = std::max(step_tokens, plan.shape.tokens);
     }
@@ -91,10 +87,10 @@ void Engine::Impl::bind() {
                     static_cast<std::size_t>(model->config().vocab_size));
     }
   }
-  tables = std::make_unique<StepTables>(limits);
+  tables = std::make_unique<StepTables>(layout.limits());
   rows = std::make_unique<RowTable>(state, options.slots, options.max_seq_len,
                                     static_cast<int>(model->config().vocab_size), *backend);
-  lanes.reserve(static_cast<std::size_t>(limits.lanes));
+  lanes.reserve(static_cast<std::size_t>(layout.limits().lanes));
   events.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
   waiting.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
   running_rows.reserve(static_cast<std::size_t>(options.slots));

@@ -47,7 +47,6 @@ SamplingState sampling_state(const SamplingParams& p) {
 RowTable::RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size,
                    Backend& backend)
     : rows_(static_cast<std::size_t>(rows)),
-      images_(static_cast<std::size_t>(rows)),
       state_(state),
       backend_(&backend),
       max_seq_len_(max_seq_len),
@@ -71,10 +70,9 @@ int RowTable::open(const RowOptions& options) {
   validate(options, max_seq_len_, vocab_size_);
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].open) continue;
+    change(static_cast<int>(i), {.max_length = max_length(options)}, &options);
     rows_[i].open = true;
-    rows_[i].length = 0;
     rows_[i].history.clear();
-    configure(static_cast<int>(i), options);
     return static_cast<int>(i);
   }
   return -1;
@@ -87,11 +85,13 @@ void RowTable::close(int index) {
 }
 
 void RowTable::configure(int index, const RowOptions& options) {
-  Row& row = at(index);
+  const Row& row = at(index);
   validate(options, max_seq_len_, vocab_size_);
-  row.max_length = options.max_length ? options.max_length : max_seq_len_;
-  row.status = RowStatus::kIdle;
-  write_header(index, &options);
+  change(index,
+         {.length = row.length,
+          .history_length = static_cast<int>(row.history.size()),
+          .max_length = max_length(options)},
+         &options);
 }
 
 void RowTable::append(int index, std::span<const TokenId> tokens) {
@@ -116,11 +116,15 @@ void RowTable::append(int index, std::span<const TokenId> tokens) {
     backend_->write(state_.history + static_cast<std::int64_t>(index) * state_.history_stride +
                         static_cast<std::int64_t>(row.history.size()),
                     tokens.data(), tokens.size_bytes());
-    row.history.insert(row.history.end(), tokens.begin(), tokens.end());
   }
-  if (row.pending() == 0) --row.length;
-  row.status = RowStatus::kRunning;
-  write_header(index, nullptr);
+  const int known = static_cast<int>(total);
+  change(index,
+         {.length = row.length == known ? known - 1 : row.length,
+          .history_length = known,
+          .max_length = row.max_length,
+          .status = RowStatus::kRunning},
+         nullptr);
+  row.history.insert(row.history.end(), tokens.begin(), tokens.end());
 }
 
 void RowTable::keep_first(int index, int n) {
@@ -129,10 +133,10 @@ void RowTable::keep_first(int index, int n) {
     fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot keep the first {}",
          index, row.history.size(), n);
   }
+  change(index,
+         {.length = std::min(row.length, n), .history_length = n, .max_length = row.max_length},
+         nullptr);
   row.history.resize(static_cast<std::size_t>(n));
-  row.length = std::min(row.length, n);
-  row.status = RowStatus::kIdle;
-  write_header(index, nullptr);
 }
 
 void RowTable::apply(const TokenEvent& event) {
@@ -145,26 +149,27 @@ void RowTable::set_idle(int index) {
   rows_[static_cast<std::size_t>(index)].status = RowStatus::kIdle;
 }
 
-void RowTable::write_header(int index, const RowOptions* options) {
-  const Row& row = rows_[static_cast<std::size_t>(index)];
-  RowState& image = images_[static_cast<std::size_t>(index)];
-  image.length = row.length;
-  image.history_length = static_cast<std::int32_t>(row.history.size());
-  image.max_length = row.max_length;
-  image.status = row.status;
-  std::size_t bytes = offsetof(RowState, bias);
+void RowTable::change(int index, const Header& header, const RowOptions* options) {
+  image_.length = header.length;
+  image_.history_length = header.history_length;
+  image_.max_length = header.max_length;
+  image_.status = header.status;
+  std::size_t bytes = offsetof(RowState, sampling);
   if (options) {
-    image.sampling = sampling_state(options->sampling);
-    image.stop_count = static_cast<std::int32_t>(options->stop_tokens.size());
-    std::copy(options->stop_tokens.begin(), options->stop_tokens.end(), image.stop_tokens);
-    image.bias_count = static_cast<std::int32_t>(options->sampling.logit_bias.size());
-    for (std::size_t i = 0; i < options->sampling.logit_bias.size(); ++i) {
-      const TokenBias& bias = options->sampling.logit_bias[i];
-      image.bias[i] = {bias.token, bias.bias};
-    }
-    bytes += options->sampling.logit_bias.size() * sizeof(LogitBias);
+    image_.sampling = sampling_state(options->sampling);
+    image_.stop_count = static_cast<std::int32_t>(options->stop_tokens.size());
+    std::copy(options->stop_tokens.begin(), options->stop_tokens.end(), image_.stop_tokens);
+    const std::vector<TokenBias>& biases = options->sampling.logit_bias;
+    image_.bias_count = static_cast<std::int32_t>(biases.size());
+    std::transform(biases.begin(), biases.end(), image_.bias,
+                   [](const TokenBias& b) { return LogitBias{b.token, b.bias}; });
+    bytes = offsetof(RowState, bias) + biases.size() * sizeof(LogitBias);
   }
-  backend_->write(state_.row + index, &image, bytes);
+  backend_->write(state_.row + index, &image_, bytes);
+  Row& row = rows_[static_cast<std::size_t>(index)];
+  row.length = header.length;
+  row.max_length = header.max_length;
+  row.status = header.status;
 }
 
 }  // namespace pianola

@@ -1,5 +1,6 @@
 // The host's side of the rows: what the engine knows of each sequence, mirrored to StepState when
-// it changes. The mirror is exact whenever a step's results have been read back.
+// it changes. The mirror is exact whenever a step's results have been read back, and after a call
+// that throws: what the device was not told has not changed here either.
 #pragma once
 
 #include <span>
@@ -42,11 +43,23 @@ class RowTable {
   void set_idle(int row);
 
  private:
+  // What changes of a row; the first fields of RowState.
+  struct Header {
+    int length = 0;
+    int history_length = 0;
+    int max_length = 0;
+    RowStatus status = RowStatus::kIdle;
+  };
+
   Row& at(int index);
-  void write_header(int index, const RowOptions* options);
+  int max_length(const RowOptions& options) const {
+    return options.max_length ? options.max_length : max_seq_len_;
+  }
+  // Tells the device, with the sampling when there are options, and then the row.
+  void change(int index, const Header& header, const RowOptions* options);
 
   std::vector<Row> rows_;
-  std::vector<RowState> images_;  // what the device holds of each row
+  RowState image_;  // what is written to the device
   StepState state_;
   Backend* backend_;
   int max_seq_len_;

@@ -42,7 +42,8 @@ struct WeightLayout {
   bool mapped = false;
   std::size_t bytes = 0;      // device memory; 0 when mapped
   DType dtype = DType::kF32;  // of the stored form; packing is the backend's own
-  // Not 0: weights with the same source, form and size share one copy (a tied head).
+  // Not 0: weights with the same source and form share one copy (a tied head). One that would be
+  // mapped is read from the copy that another of its form needs, and has that one's layout.
   int form = 0;
 };
 

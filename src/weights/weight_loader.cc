@@ -8,30 +8,32 @@ namespace pianola {
 WeightStore::WeightStore(std::span<const WeightDecl> decls, const LayoutFunction& layout,
                          Arena& arena)
     : decls_(decls), arena_(&arena) {
-  for (const WeightDecl& decl : decls) {
-    Entry entry{layout(decl), 0};
-    PIANOLA_CHECK(!entry.layout.mapped || decl.constant.empty(), "constant {} cannot be mapped",
-                  decl.name);
-    if (entry.layout.mapped) {
-      mapped_bytes_ += decl.source_bytes();
-    } else if (const auto other = find_equal(decl, entry.layout)) {
-      entry.offset = entries_[*other].offset;
-      entry.copy_of = other;
+  for (const WeightDecl& decl : decls) entries_.push_back({layout(decl), 0, {}});
+  for (std::size_t i = 0; i < decls.size(); ++i) {
+    Entry& entry = entries_[i];
+    PIANOLA_CHECK(!entry.layout.mapped || decls[i].constant.empty(), "constant {} cannot be mapped",
+                  decls[i].name);
+    entry.copy_of = find_copy(i);
+    if (entry.copy_of) {
+      entry.layout = entries_[*entry.copy_of].layout;
+    } else if (entry.layout.mapped) {
+      mapped_bytes_ += decls[i].source_bytes();
     } else {
       entry.offset = arena.reserve(entry.layout.bytes);
       device_bytes_ += entry.layout.bytes;
     }
-    entries_.push_back(entry);
   }
 }
 
-std::optional<std::size_t> WeightStore::find_equal(const WeightDecl& decl,
-                                                   const WeightLayout& layout) const {
-  if (layout.form == 0 || decl.source.empty()) return std::nullopt;
-  for (std::size_t i = 0; i < entries_.size(); ++i) {
-    if (decls_[i].source == decl.source && entries_[i].layout.form == layout.form &&
-        entries_[i].layout.bytes == layout.bytes) {
-      return i;
+std::optional<std::size_t> WeightStore::find_copy(std::size_t i) const {
+  const WeightLayout& layout = entries_[i].layout;
+  if (layout.form == 0 || decls_[i].source.empty()) return std::nullopt;
+  const std::size_t end = layout.mapped ? entries_.size() : i;
+  for (std::size_t j = 0; j < end; ++j) {
+    const Entry& other = entries_[j];
+    if (!other.layout.mapped && !other.copy_of && other.layout.form == layout.form &&
+        decls_[j].source == decls_[i].source) {
+      return j;
     }
   }
   return std::nullopt;
@@ -54,7 +56,7 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
     const Entry& entry = entries_[i];
     const std::byte* data = nullptr;
     if (entry.copy_of) {
-      data = arena_->address(entry.offset);
+      data = arena_->address(entries_[*entry.copy_of].offset);
     } else if (!decl.constant.empty()) {
       data = arena_->address(entry.offset);
       repack(decl, entry.layout, reinterpret_cast<const std::byte*>(decl.constant.data()),

@@ -45,9 +45,10 @@ class WeightStore {
   struct Entry {
     WeightLayout layout;
     std::size_t offset = 0;
-    std::optional<std::size_t> copy_of;  // an earlier entry that holds the same bytes
+    std::optional<std::size_t> copy_of;  // another entry, which holds the bytes
   };
-  std::optional<std::size_t> find_equal(const WeightDecl& decl, const WeightLayout& layout) const;
+  // The entry whose copy serves weight `i` as well.
+  std::optional<std::size_t> find_copy(std::size_t i) const;
 
   std::span<const WeightDecl> decls_;
   Arena* arena_;

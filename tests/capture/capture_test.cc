@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "backends/cpu/isa.h"
+#include "engine/engine_audit.h"
 #include "engine_test_access.h"
 #include "models/golden.h"
 #include "models/model.h"
@@ -153,34 +154,6 @@ class CaptureTest : public testing::TestWithParam<Case> {
     return solo(engine, tokens, o);
   }
 
-  // NaN in every element of a slot, from `position` on.
-  static void poison_slot(Engine& engine, int slot, int position) {
-    for (int layer = 0; layer < EngineTestAccess::layers(engine); ++layer) {
-      const LayerCacheView& view =
-          EngineTestAccess::impl(engine).caches[static_cast<std::size_t>(layer)];
-      const std::size_t element = dtype_info(view.dtype).bytes;
-      std::vector<std::byte> keys = EngineTestAccess::keys(engine, layer, slot);
-      std::vector<std::byte> values = EngineTestAccess::values(engine, layer, slot);
-      for (int p = position; p < view.capacity; ++p) {
-        for (int h = 0; h < view.kv_heads; ++h) {
-          const std::size_t at = cache_index(p, h, view.kv_heads, view.key_dim) * element;
-          const std::size_t size = static_cast<std::size_t>(view.key_dim) * element;
-          std::memset(keys.data() + at, 0xFF, size);
-          std::memset(values.data() + at, 0xFF, size);
-        }
-      }
-      EngineTestAccess::write(engine, view.key_slot(slot), keys);
-      EngineTestAccess::write(engine, view.value_slot(slot), values);
-    }
-  }
-
-  // The activations; scratch is the backend's own, which may keep counters in it.
-  static void poison_workspace(Engine& engine) {
-    const auto& e = EngineTestAccess::impl(engine);
-    const std::vector<std::byte> poison(e.layout.workspace_bytes(), std::byte{0xFF});
-    EngineTestAccess::write(engine, e.work_memory->data(), poison);
-  }
-
   std::shared_ptr<const CausalModel> model_;
   bool eager_ = false;
   bool dependent_launch_ = true;
@@ -240,12 +213,12 @@ TEST_P(CaptureTest, PoisonChangesNothing) {
   const Trace clean = solo(tokens, options(9, 90));
   Engine engine = make_engine(3);
   std::vector<Trace> traces(3);
-  for (int slot = 0; slot < 3; ++slot) poison_slot(engine, slot, 0);
+  for (int slot = 0; slot < 3; ++slot) EngineAudit::poison_slot(engine, slot, 0);
   const int row = engine.open_row(options(9, 90));
   engine.append(row, tokens);
   while (engine.has_work()) {
-    poison_workspace(engine);
-    poison_slot(engine, row, engine.length(row));
+    EngineAudit::poison_activations(engine);
+    EngineAudit::poison_slot(engine, row, engine.length(row));
     record(engine.step(), traces);
   }
   traces[static_cast<std::size_t>(row)].cache = stored(engine, row);
@@ -417,7 +390,7 @@ TEST_P(CaptureTest, NanFailsItsRowAndNoOther) {
   engine.append(good, tokens);
   engine.append(bad, tokens);
   record(engine.step(), traces);
-  poison_slot(engine, bad, 0);
+  EngineAudit::poison_slot(engine, bad, 0);
   while (engine.has_work()) record(engine.step(), traces);
   EXPECT_EQ(engine.status(bad), RowStatus::kFailed);
   EXPECT_EQ(traces[static_cast<std::size_t>(bad)].tokens.back(), -1);

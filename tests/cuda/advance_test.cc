@@ -80,7 +80,7 @@ void expect_equal(const StepState& got, const StepState& want) {
   }
 }
 
-TEST(Advance, IsTheReferenceOnRandomStates) {
+TEST(Advance, SmallStepsAreTheReferenceOnRandomStates) {
   std::mt19937 random(1);
   MirroredState want(kLimits);
   MirroredState got(kLimits);

@@ -598,6 +598,31 @@ TEST(Attend, LengthsAtEdges) {
   }
 }
 
+// Heads of every width that has kernels of its own, in every type of cache.
+std::vector<Shape> small_shapes() {
+  std::vector<Shape> all;
+  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (int dim : {32, 64, 80, 128, 256}) {
+      Shape shape;
+      shape.dtype = dtype;
+      shape.key_dim = shape.value_dim = dim;
+      shape.capacity = 128;
+      shape.slots = 3;
+      shape.norms = dim == 80;
+      shape.style = dim == 128 ? RopeStyle::kInterleaved : RopeStyle::kHalf;
+      all.push_back(shape);
+    }
+  }
+  return all;
+}
+
+TEST(Attend, SmallShapesMatchDoublePrecision) {
+  for (const Shape& shape : small_shapes()) {
+    check_decode(shape, {run_of(2, 62, 3), {1, {-1}}, {0, {127}}}, 8);
+    if (HasFatalFailure()) return;
+  }
+}
+
 // Alone, a token's work is spread over more thread blocks than in a large step.
 TEST(Attend, AloneAndTogetherGiveTheSameBits) {
   const std::vector<int> positions = {0,    5,    63,   64,   200,  511,  512,  1023, 1024,
@@ -748,6 +773,21 @@ TEST(Attend, DependentLaunchesAgree) {
   ok(cudaStreamDestroy(stream));
 }
 
+void check_chunk(const Shape& shape, const std::vector<Lane>& lanes, int bucket) {
+  Layer layer(shape, lengths_before(lanes));
+  const Result result = run(layer, lanes, bucket, Route::kChunk);
+  check_cache(layer, lanes, result);
+  const bool f32 = shape.dtype == DType::kF32;
+  check_out(layer, lanes, result, !f32, f32 ? 2e-5 : shape.dtype == DType::kF16 ? 1e-3 : 6e-3);
+}
+
+TEST(AttendChunk, SmallShapesMatchDoublePrecision) {
+  for (const Shape& shape : small_shapes()) {
+    check_chunk(shape, {run_of(2, 60, 20), {1, {-1, -1}}, run_of(0, 0, 9)}, 40);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST(AttendChunk, RaggedLanesMatchDoublePrecision) {
   for (const Shape& base : shapes()) {
     if (base.heads == 12) continue;
@@ -756,11 +796,7 @@ TEST(AttendChunk, RaggedLanesMatchDoublePrecision) {
     std::vector<Lane> lanes = {
         run_of(5, 0, 129), run_of(3, 70, 64), {2, {-1, -1}}, {1, {200}}, run_of(0, 63, 131)};
     lanes.back().positions.push_back(-1);
-    Layer layer(shape, lengths_before(lanes));
-    const Result result = run(layer, lanes, 400, Route::kChunk);
-    check_cache(layer, lanes, result);
-    const bool f32 = shape.dtype == DType::kF32;
-    check_out(layer, lanes, result, !f32, f32 ? 2e-5 : shape.dtype == DType::kF16 ? 1e-3 : 6e-3);
+    check_chunk(shape, lanes, 400);
     if (HasFatalFailure()) return;
   }
 }

@@ -141,18 +141,6 @@ inline std::vector<std::byte> stored(Engine& engine, int row) {
   return bytes;
 }
 
-// NaN wherever a row's keys and values lie.
-inline void poison_caches(Engine& engine, int row) {
-  for (int layer = 0; layer < EngineTestAccess::layers(engine); ++layer) {
-    const LayerCacheView& view =
-        EngineTestAccess::impl(engine).caches[static_cast<std::size_t>(layer)];
-    const std::vector<std::byte> keys(view.key_slot_bytes, std::byte{0xFF});
-    const std::vector<std::byte> values(view.value_slot_bytes, std::byte{0xFF});
-    EngineTestAccess::write(engine, view.key_slot(row), keys);
-    EngineTestAccess::write(engine, view.value_slot(row), values);
-  }
-}
-
 enum class Drive { kStep, kLoop, kStream };
 
 inline std::span<const TokenEvent> compute(Engine& engine, Drive drive) {

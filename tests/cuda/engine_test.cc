@@ -13,6 +13,7 @@
 #include "backends/cuda/cuda_error.h"
 #include "cuda/counted_new.h"
 #include "cuda/engine_fixture.h"
+#include "engine/engine_audit.h"
 
 namespace pianola::cuda {
 namespace {
@@ -266,7 +267,7 @@ TEST_P(CudaEngine, NanInTheLoopFailsItsRowAndNoOther) {
     expected.push_back(play(engine, {plans.back()}, Drive::kStep)[0]);
   }
   Session session(engine, plans);
-  poison_caches(engine, 1);
+  EngineAudit::poison_slot(engine, 1, 0);
   session.decode(Drive::kLoop);
   const std::vector<RowTrace> traces = session.close();
   EXPECT_EQ(difference(traces[0], expected[0]), "");
@@ -277,7 +278,7 @@ TEST_P(CudaEngine, NanInTheLoopFailsItsRowAndNoOther) {
   EXPECT_EQ(traces[1].tokens[1], -1);
 
   // The slot is as good as before.
-  poison_caches(engine, 0);
+  EngineAudit::poison_slot(engine, 0, 0);
   EXPECT_EQ(difference(play(engine, {plans[1]}, Drive::kLoop)[0], expected[1]), "");
 }
 

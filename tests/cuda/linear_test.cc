@@ -35,6 +35,8 @@ class Product {
         norm_device_(norm_),
         bias_device_(bias_) {}
 
+  int sms = multiprocessors();  // that launches are sized for
+
   // Tokens [first, first + live) of a launch whose bucket holds `bucket`.
   std::vector<float> run(int first, int live, int bucket, bool with_norm, bool dependent = false) {
     const std::vector<std::int32_t> count = {live};
@@ -53,7 +55,9 @@ class Product {
     args.tokens = bucket;
     DeviceArray<std::byte> scratch(linear_scratch_bytes(bucket, case_.cols));
     args.scratch = scratch.data();
-    linear(args, test_launch(dependent));
+    Launch launch = test_launch(dependent);
+    launch.sms = sms;
+    linear(args, launch);
     std::vector<float> y = out.read();
     EXPECT_TRUE(out.intact());
     for (std::size_t i = size(live, case_.rows); i < y.size(); ++i) {
@@ -142,6 +146,21 @@ TEST_P(LinearForms, AgreesWithSumsInDouble) {
   }
 }
 
+// Every kernel of a form: activations in shared memory or prepared, in groups of 8 to 64 tokens,
+// weights streamed or not, and a block with one turn, some, or many.
+TEST_P(LinearForms, SmallShapesAgreeWithSumsInDouble) {
+  for (const auto& [rows, cols] : {std::pair{20, 256}, {20, 1024}, {160, 1024}, {36, 2816}}) {
+    Product product({GetParam(), rows, cols}, 40, 23U + static_cast<unsigned>(rows));
+    product.sms = 2;
+    for (const int tokens : {1, 8, 9, 17, 40}) {
+      const bool norm = tokens != 8;
+      const int live = std::max(1, tokens - 1);
+      EXPECT_LE(product.error(product.run(0, live, tokens, norm), 0, norm), kTolerance)
+          << dtype_name(GetParam()) << " [" << rows << ", " << cols << "], " << tokens << " tokens";
+    }
+  }
+}
+
 TEST_P(LinearForms, ATokensBitsDoNotDependOnTheOthers) {
   const DType dtype = GetParam();
   for (const auto& [rows, cols] : {std::pair{136, 768}, {1000, 2048}, {64, 14336}}) {
@@ -166,12 +185,12 @@ TEST_P(LinearForms, ATokensBitsDoNotDependOnTheOthers) {
 INSTANTIATE_TEST_SUITE_P(Forms, LinearForms, ::testing::ValuesIn(kForms),
                          [](const auto& form) { return std::string(dtype_name(form.param)); });
 
-TEST(Linear, NothingLiveWritesNothing) {
+TEST(Linear, SmallStepWithNothingLiveWritesNothing) {
   Product product({DType::kBF16, 100, 256}, 8, 3);
   EXPECT_TRUE(product.run(0, 0, 4, true).empty());
 }
 
-TEST(Linear, PartsShareALaunchAndGather) {
+TEST(Linear, SmallPartsShareALaunchAndGather) {
   constexpr int kCols = 1024;
   constexpr int kTokens = 5;
   const int rows[3] = {200, 40, 48};
@@ -214,56 +233,63 @@ TEST(Linear, PartsShareALaunchAndGather) {
   }
 }
 
-TEST(Linear, GatedIsSiluOfOneTimesTheOther) {
-  for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
-    for (const int tokens : {1, 3, 20, 64}) {
-      constexpr int kRows = 340;
-      constexpr int kCols = 576;
-      const Matrix gate = make_matrix(dtype, kRows, kCols, 1);
-      const Matrix up = make_matrix(dtype, kRows, kCols, 2);
-      const std::vector<float> x = random_floats(static_cast<std::size_t>(64 * kCols), 3);
-      const DeviceArray<float> x_device(x);
-      const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
-      DeviceArray<float> out(static_cast<std::size_t>(64 * kRows));
-      LinearArgs args;
-      args.parts = 2;
-      args.end = LinearEnd::kGated;
-      args.part[0] = {gate.view, nullptr, out.data(), kRows};
-      args.part[1] = {up.view, nullptr, nullptr, kRows};
-      args.in = x_device.data();
-      args.in_ld = kCols;
-      args.count = count.data();
-      args.tokens = tokens;
-      const DeviceArray<std::byte> scratch(linear_scratch_bytes(tokens, kCols));
-      args.scratch = scratch.data();
-      linear(args, test_launch());
-      const std::vector<float> y = out.read();
-      for (int t = 0; t < tokens; ++t) {
-        for (int r = 0; r < kRows; ++r) {
-          double g = 0;
-          double u = 0;
-          double g_size = 1;
-          double u_size = 1;
-          for (int c = 0; c < kCols; ++c) {
-            const double v = x[static_cast<std::size_t>(t * kCols + c)];
-            const double g_term = gate.values[static_cast<std::size_t>(r * kCols + c)] * v;
-            const double u_term = up.values[static_cast<std::size_t>(r * kCols + c)] * v;
-            g += g_term;
-            u += u_term;
-            g_size += g_term * g_term;
-            u_size += u_term * u_term;
-          }
-          const double gated = g / (1 + std::exp(-g));
-          const double want = gated * u;
-          // The slope of silu is at most 1.1.
-          const double bar = kTolerance * (1.1 * std::sqrt(g_size) * std::fabs(u) +
-                                           std::fabs(gated) * std::sqrt(u_size) + 1);
-          ASSERT_NEAR(y[static_cast<std::size_t>(t * kRows + r)], want, bar)
-              << dtype_name(dtype) << " " << t << " " << r;
-        }
+void expect_gated(DType dtype, int tokens, int rows, int cols) {
+  const Matrix gate = make_matrix(dtype, rows, cols, 1);
+  const Matrix up = make_matrix(dtype, rows, cols, 2);
+  const std::vector<float> x = random_floats(static_cast<std::size_t>(64 * cols), 3);
+  const DeviceArray<float> x_device(x);
+  const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
+  DeviceArray<float> out(static_cast<std::size_t>(64 * rows));
+  LinearArgs args;
+  args.parts = 2;
+  args.end = LinearEnd::kGated;
+  args.part[0] = {gate.view, nullptr, out.data(), rows};
+  args.part[1] = {up.view, nullptr, nullptr, rows};
+  args.in = x_device.data();
+  args.in_ld = cols;
+  args.count = count.data();
+  args.tokens = tokens;
+  const DeviceArray<std::byte> scratch(linear_scratch_bytes(tokens, cols));
+  args.scratch = scratch.data();
+  linear(args, test_launch());
+  const std::vector<float> y = out.read();
+  for (int t = 0; t < tokens; ++t) {
+    for (int r = 0; r < rows; ++r) {
+      double g = 0;
+      double u = 0;
+      double g_size = 1;
+      double u_size = 1;
+      for (int c = 0; c < cols; ++c) {
+        const double v = x[static_cast<std::size_t>(t * cols + c)];
+        const double g_term = gate.values[static_cast<std::size_t>(r * cols + c)] * v;
+        const double u_term = up.values[static_cast<std::size_t>(r * cols + c)] * v;
+        g += g_term;
+        u += u_term;
+        g_size += g_term * g_term;
+        u_size += u_term * u_term;
       }
+      const double gated = g / (1 + std::exp(-g));
+      const double want = gated * u;
+      // The slope of silu is at most 1.1.
+      const double bar = kTolerance * (1.1 * std::sqrt(g_size) * std::fabs(u) +
+                                       std::fabs(gated) * std::sqrt(u_size) + 1);
+      ASSERT_NEAR(y[static_cast<std::size_t>(t * rows + r)], want, bar)
+          << dtype_name(dtype) << " " << t << " " << r;
     }
   }
+}
+
+TEST(Linear, GatedIsSiluOfOneTimesTheOther) {
+  for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
+    for (const int tokens : {1, 3, 20, 64}) expect_gated(dtype, tokens, 340, 576);
+  }
+}
+
+TEST(Linear, SmallGatedIsSiluOfOneTimesTheOther) {
+  for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
+    for (const int tokens : {3, 20}) expect_gated(dtype, tokens, 20, 96);
+  }
+  expect_gated(DType::kBF16, 3, 20, 1024);
 }
 
 }  // namespace

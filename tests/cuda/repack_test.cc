@@ -135,7 +135,7 @@ Packed pack(DType dtype, const std::vector<std::byte>& source, int rows, int col
   return p;
 }
 
-TEST(Repack, BlockTypesKeepTheirValues) {
+TEST(Repack, SmallBlockTypesKeepTheirValues) {
   std::mt19937 random(1);
   constexpr int kRows = 5;
   for (const DType dtype : kBlockTypes) {
@@ -173,7 +173,7 @@ TEST(Repack, BlockTypesKeepTheirValues) {
   }
 }
 
-TEST(Repack, UnpackRoundsToNearest) {
+TEST(Repack, SmallUnpackRoundsToNearest) {
   std::mt19937 random(2);
   constexpr int kRows = 37;
   const auto compare = [&](DType dtype, int cols) {

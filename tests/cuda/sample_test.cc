@@ -228,11 +228,17 @@ void compare_random_rows(int vocab, int launches, unsigned seed) {
 }
 
 TEST(Sample, TinyVocabulary) { compare_random_rows(7, 300, 1); }
-TEST(Sample, SmallVocabulary) { compare_random_rows(1000, 200, 2); }
+TEST(Sample, AThousandTokens) { compare_random_rows(1000, 200, 2); }
 TEST(Sample, OddVocabulary) { compare_random_rows(32003, 20, 3); }
 TEST(Sample, SmolLmVocabulary) { compare_random_rows(49152, 40, 4); }
 TEST(Sample, LlamaVocabulary) { compare_random_rows(128256, 40, 5); }
 TEST(Sample, GemmaVocabulary) { compare_random_rows(262144, 6, 6); }
+TEST(Sample, SmallLaunches) {
+  compare_random_rows(7, 6, 11);
+  // Some rows have more candidates than one block finishes alone.
+  compare_random_rows(4099, 6, 12);
+  compare_random_rows(4100, 6, 13);
+}
 
 // Masked rows are not touched, whatever their logits; others in the launch are.
 TEST(Sample, MaskedRowsAreLeftAlone) {
@@ -277,9 +283,9 @@ TEST(Sample, ManySeeds) {
   }
 }
 
-TEST(TargetLogprob, IsTheReference) {
+void compare_targets(std::initializer_list<int> vocabularies) {
   RandomRow random(9);
-  for (const int vocab : {7, 1000, 32003, 128256}) {
+  for (const int vocab : vocabularies) {
     constexpr int kRows = 5;    // of the tile
     constexpr int kFirst = 60;  // its place in the step
     constexpr int kLive = 64;   // logit rows of the step: the last row of the tile is padding
@@ -318,6 +324,9 @@ TEST(TargetLogprob, IsTheReference) {
     }
   }
 }
+
+TEST(TargetLogprob, IsTheReference) { compare_targets({7, 1000, 32003, 128256}); }
+TEST(TargetLogprob, SmallVocabulariesAreTheReference) { compare_targets({7, 1000}); }
 
 // --- timing ---
 

@@ -60,52 +60,63 @@ Table random_table(DType dtype, int rows, int cols, std::mt19937& random) {
   return table;
 }
 
-TEST(Embed, RowsOfEveryForm) {
+void compare_embed(DType dtype, int cols) {
   std::mt19937 random(1);
   constexpr int kVocab = 50;
   constexpr int kTokens = 9;  // of the bucket
   constexpr int kLive = 7;
-  const auto compare = [&](DType dtype, int cols) {
-    SCOPED_TRACE(std::string(dtype_name(dtype)) + " cols " + std::to_string(cols));
-    const Table table = random_table(dtype, kVocab, cols, random);
-    MirroredState state({.rows = 1, .max_seq_len = 16, .tokens = kTokens});
-    state.host.counts->tokens = kLive;
-    for (int t = 0; t < kTokens; ++t) {
-      state.host.token[t] = static_cast<int>(random() % kVocab);
-      state.host.position[t] = t == 3 ? -1 : t;
-    }
-    state.host.token[0] = 0;
-    state.host.token[1] = kVocab - 1;
-    state.host.token[3] = -1;  // a row that failed
-    state.upload();
-    const auto width = static_cast<std::size_t>(cols);
-    DeviceArray<float> out(kTokens * width);
-    embed({.table = table.weight, .out = out.data(), .state = state.device, .tokens = kTokens},
-          test_launch());
-    const auto got = out.read();
-    ASSERT_TRUE(out.intact());
-    for (std::size_t t = 0; t < kTokens; ++t) {
-      for (std::size_t c = 0; c < width; ++c) {
-        const float value = got[t * width + c];
-        if (t >= kLive) {
-          ASSERT_TRUE(std::isnan(value)) << "padding token " << t << " col " << c;
-        } else {
-          const auto row = static_cast<std::size_t>(std::max(0, state.host.token[t]));
-          const float want = t == 3 ? 0 : table.values[row * width + c];
-          ASSERT_EQ(value, want) << "token " << t << " col " << c;
-        }
+  SCOPED_TRACE(std::string(dtype_name(dtype)) + " cols " + std::to_string(cols));
+  const Table table = random_table(dtype, kVocab, cols, random);
+  MirroredState state({.rows = 1, .max_seq_len = 16, .tokens = kTokens});
+  state.host.counts->tokens = kLive;
+  for (int t = 0; t < kTokens; ++t) {
+    state.host.token[t] = static_cast<int>(random() % kVocab);
+    state.host.position[t] = t == 3 ? -1 : t;
+  }
+  state.host.token[0] = 0;
+  state.host.token[1] = kVocab - 1;
+  state.host.token[3] = -1;  // a row that failed
+  state.upload();
+  const auto width = static_cast<std::size_t>(cols);
+  DeviceArray<float> out(kTokens * width);
+  embed({.table = table.weight, .out = out.data(), .state = state.device, .tokens = kTokens},
+        test_launch());
+  const auto got = out.read();
+  ASSERT_TRUE(out.intact());
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    for (std::size_t c = 0; c < width; ++c) {
+      const float value = got[t * width + c];
+      if (t >= kLive) {
+        ASSERT_TRUE(std::isnan(value)) << "padding token " << t << " col " << c;
+      } else {
+        const auto row = static_cast<std::size_t>(std::max(0, state.host.token[t]));
+        const float want = t == 3 ? 0 : table.values[row * width + c];
+        ASSERT_EQ(value, want) << "token " << t << " col " << c;
       }
     }
-  };
+  }
+}
+
+TEST(Embed, RowsOfEveryForm) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    for (const int cols : {1, 33, 64, 576, 2056, 4099}) compare(dtype, cols);
+    for (const int cols : {1, 33, 64, 576, 2056, 4099}) compare_embed(dtype, cols);
   }
   for (const DType dtype : {DType::kQ4_0, DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ8_0}) {
-    for (const int cols : {32, 96, 160, 576, 2080}) compare(dtype, cols);
+    for (const int cols : {32, 96, 160, 576, 2080}) compare_embed(dtype, cols);
   }
   for (const DType dtype : {DType::kQ4_K, DType::kQ5_K, DType::kQ6_K}) {
-    for (const int cols : {256, 768, 2304}) compare(dtype, cols);
+    for (const int cols : {256, 768, 2304}) compare_embed(dtype, cols);
   }
+}
+
+TEST(Embed, SmallRowsOfEveryForm) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int cols : {33, 64}) compare_embed(dtype, cols);
+  }
+  for (const DType dtype : {DType::kQ4_0, DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ8_0}) {
+    compare_embed(dtype, 96);
+  }
+  for (const DType dtype : {DType::kQ4_K, DType::kQ5_K, DType::kQ6_K}) compare_embed(dtype, 256);
 }
 
 TEST(Embed, ManyTokens) {
@@ -141,6 +152,8 @@ class Norms : public ::testing::Test {
  protected:
   static constexpr float kEps = 1e-5F;
 
+  void compare_f32(const std::vector<NormCase>& cases);
+  void compare_bf16(const std::vector<NormCase>& cases);
   void prepare(const NormCase& c) {
     case_ = c;
     const auto width = static_cast<std::size_t>(c.width);
@@ -184,18 +197,23 @@ class Norms : public ::testing::Test {
   DeviceArray<std::int32_t> device_gather_, device_count_;
 };
 
-std::vector<NormCase> norm_cases() {
+std::vector<NormCase> norm_cases(std::initializer_list<int> widths) {
   std::vector<NormCase> cases;
-  for (const int width : {1, 3, 4, 31, 64, 100, 576, 1023, 2048, 4096, 4100, 5001, 8192, 20000}) {
+  for (const int width : widths) {
     cases.push_back({width, 1, 1, false});
     cases.push_back({width, 5, 3, true});
     cases.push_back({width, 4, 2, false});
   }
   return cases;
 }
+std::vector<NormCase> all_norm_cases() {
+  return norm_cases({1, 3, 4, 31, 64, 100, 576, 1023, 2048, 4096, 4100, 5001, 8192, 20000});
+}
+// Rows that a thread's registers hold, and one that they do not.
+std::vector<NormCase> small_norm_cases() { return norm_cases({3, 64, 5001, 20000}); }
 
-TEST_F(Norms, F32) {
-  for (const NormCase& c : norm_cases()) {
+void Norms::compare_f32(const std::vector<NormCase>& cases) {
+  for (const NormCase& c : cases) {
     SCOPED_TRACE("width " + std::to_string(c.width) + " tokens " + std::to_string(c.tokens));
     prepare(c);
     const auto width = static_cast<std::size_t>(c.width);
@@ -219,6 +237,9 @@ TEST_F(Norms, F32) {
   }
 }
 
+TEST_F(Norms, F32) { compare_f32(all_norm_cases()); }
+TEST_F(Norms, SmallF32) { compare_f32(small_norm_cases()); }
+
 // Where it works in place, and that a token's bits depend on nothing beside it.
 TEST_F(Norms, InPlace) {
   prepare({.width = 4100, .tokens = 3, .live = 3});
@@ -233,8 +254,8 @@ TEST_F(Norms, InPlace) {
   EXPECT_EQ(std::memcmp(in_place.data(), apart.data(), out.bytes()), 0);
 }
 
-TEST_F(Norms, Bf16) {
-  for (const NormCase& c : norm_cases()) {
+void Norms::compare_bf16(const std::vector<NormCase>& cases) {
+  for (const NormCase& c : cases) {
     for (const bool norms : {true, false}) {
       SCOPED_TRACE("width " + std::to_string(c.width) + " tokens " + std::to_string(c.tokens) +
                    (norms ? "" : " converts"));
@@ -262,6 +283,9 @@ TEST_F(Norms, Bf16) {
     }
   }
 }
+
+TEST_F(Norms, Bf16) { compare_bf16(all_norm_cases()); }
+TEST_F(Norms, SmallBf16) { compare_bf16(small_norm_cases()); }
 
 }  // namespace
 }  // namespace pianola::cuda

@@ -49,9 +49,10 @@ std::unique_ptr<DeviceMemory> CpuBackend::allocate(std::size_t bytes, MemoryUse 
 }
 
 WeightLayout CpuBackend::weight_layout(const WeightDecl& decl) const {
+  const int form = unpack_supported(decl.dtype) ? 1 : 0;
   switch (decl.role) {
-    case WeightRole::kEmbedding:  // a few rows are read each step: in place
-      return {.mapped = true, .bytes = 0, .dtype = decl.dtype};
+    case WeightRole::kEmbedding:  // a few rows are read each step: in place, or in the tied head
+      return {.mapped = true, .bytes = 0, .dtype = decl.dtype, .form = form};
     case WeightRole::kVector:
       return {.mapped = false,
               .bytes = static_cast<std::size_t>(decl.cols) * sizeof(float),
@@ -63,7 +64,8 @@ WeightLayout CpuBackend::weight_layout(const WeightDecl& decl) const {
       }
       return {.mapped = false,
               .bytes = packed_bytes(decl.dtype, decl.rows, decl.cols),
-              .dtype = decl.dtype};
+              .dtype = decl.dtype,
+              .form = form};
   }
   fail(ErrorCode::kInternal, "unknown weight role");
 }

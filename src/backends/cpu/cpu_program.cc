@@ -24,7 +24,6 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
       widest_ = std::max(widest_, static_cast<int>(weight.decl->cols));
     }
   }
-  tied_head_ = tied_head(plan, binding);
   for (const Op& op : plan.ops) {
     const auto* qkv = std::get_if<QkvOp>(&op);
     if (!qkv) continue;
@@ -32,24 +31,6 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
                   "layers with different ropes");
     qkv_ = qkv;
   }
-}
-
-const BoundWeight* CpuProgram::tied_head(const Plan& plan, const Binding& binding) const {
-  for (const Op& op : plan.ops) {
-    const auto* embed = std::get_if<EmbedOp>(&op);
-    if (!embed) continue;
-    const WeightDecl& table = *bound_.weight(embed->table).decl;
-    for (std::size_t i = 0; i < binding.weights.size(); ++i) {
-      const BoundWeight& weight = bound_.weight({static_cast<std::int32_t>(i)});
-      if (weight.decl->role == WeightRole::kLinear && !weight.layout.mapped &&
-          !table.source.empty() && weight.decl->source == table.source &&
-          weight.decl->rows == table.rows && weight.decl->cols == table.cols &&
-          unpack_supported(weight.layout.dtype)) {
-        return &weight;
-      }
-    }
-  }
-  return nullptr;
 }
 
 void CpuProgram::replay() {
@@ -93,12 +74,11 @@ void CpuProgram::execute(const EmbedOp& op, Worker w) {
     float* out = bound_.buffer(op.out) + static_cast<std::size_t>(t) * width;
     if (s.position[t] < 0) {
       std::fill_n(out, width, 0.0F);
-    } else if (tied_head_) {
-      unpack_row(tied_head_->layout.dtype, tied_head_->data, static_cast<std::int64_t>(width),
-                 s.token[t], out);
-    } else {
+    } else if (table.layout.mapped) {
       dequantize_row(table.layout.dtype, table.data + static_cast<std::size_t>(s.token[t]) * stride,
                      out, width);
+    } else {  // the packed head of a model with tied embeddings
+      unpack_row(table.layout.dtype, table.data, static_cast<std::int64_t>(width), s.token[t], out);
     }
   }
   pool_.barrier();

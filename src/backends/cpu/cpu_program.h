@@ -66,8 +66,6 @@ class CpuProgram final : public Program {
   // Bias, head norms and rope of the tokens in `range`.
   void finish_heads(const QkvOp& op, Range range);
 
-  // The same matrix as `table` in its second role, packed, if its rows can be read from there.
-  const BoundWeight* tied_head(const Plan& plan, const Binding& binding) const;
   PackedWeight packed(WeightId id) const;
   KvCache kv_cache(CacheId id) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
@@ -84,9 +82,8 @@ class CpuProgram final : public Program {
   const Elementwise& f_;
   ThreadPool& pool_;
   CpuScratch layout_;
-  const BoundWeight* tied_head_ = nullptr;  // embeddings are read from it, when there is one
-  int widest_ = 0;                          // floats of one row of `normed`
-  const QkvOp* qkv_ = nullptr;              // any one: the rope table is made for all of them
+  int widest_ = 0;              // floats of one row of `normed`
+  const QkvOp* qkv_ = nullptr;  // any one: the rope table is made for all of them
 };
 
 }  // namespace pianola::cpu

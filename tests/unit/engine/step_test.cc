@@ -203,6 +203,32 @@ TEST(EngineMemory, WhatIsAllocatedIsWhatWasPlanned) {
 }
 
 // Without max_seq_len: the model's own, or less so that all of it fits, whatever takes the rest.
+// An embedding table is used in the file, unless the head holds the same tensor in a packed form
+// that the backend reads rows from.
+TEST(EngineMemory, WhatIsUsedInPlaceIsWhatIsCounted) {
+  struct Case {
+    const char* file;
+    const char* backend;
+    bool in_place;
+  };
+  for (const Case& c : {Case{"llama/tied/q8_0.gguf", "cpu", false},
+                        {"llama/tied/f16.gguf", "cpu", false},
+                        {"llama/untied/f32.gguf", "cpu", true},
+                        {"llama/tied/q8_0.gguf", "reference", true}}) {
+    SCOPED_TRACE(std::string(c.file) + " " + c.backend);
+    const auto model = CausalModel::open(golden_folder() / c.file);
+    Engine engine(model, options(1, c.backend));
+    auto& e = EngineTestAccess::impl(engine);
+    const ModelTables& tables = e.layout.tables();
+    const auto index = static_cast<std::size_t>(tables.embedding.index);
+    const auto table = tables.weights[index].source_bytes();
+    EXPECT_EQ(Engine::plan(*model, options(1, c.backend)).mapped, c.in_place ? table : 0U);
+    const std::byte* data = e.layout.weights().bound()[index].data;
+    const std::byte* own = e.weight_memory->data();
+    EXPECT_EQ(data < own || data >= own + e.weight_memory->size(), c.in_place);
+  }
+}
+
 TEST(EngineMemory, TheDefaultLengthFits) {
   const auto model = tiny_model();
   EngineOptions o = options(4, "cpu");

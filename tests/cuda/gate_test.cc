@@ -1,0 +1,105 @@
+// silu(gate) * up against double precision, in floats and in bfloat16.
+#include "backends/cuda/kernels/gate.h"
+
+#include <cmath>
+#include <random>
+
+#include "cuda/cuda_fixture.h"
+#include "tensor/half.h"
+
+namespace pianola::cuda {
+namespace {
+
+struct Size {
+  int tokens = 1;
+  int width = 8;
+  std::size_t count() const {
+    return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(width);
+  }
+};
+
+std::vector<float> random_floats(std::size_t count, std::mt19937& random) {
+  std::normal_distribution<float> normal(0, 3);
+  std::vector<float> values(count);
+  for (float& v : values) v = normal(random);
+  return values;
+}
+
+std::vector<std::uint16_t> to_bf16(const std::vector<float>& values) {
+  std::vector<std::uint16_t> bits;
+  for (const float v : values) bits.push_back(f32_to_bf16(v));
+  return bits;
+}
+
+double gated(double gate, double up) { return gate / (1 + std::exp(-gate)) * up; }
+
+void compare_f32(const Size& size, bool in_place, std::mt19937& random) {
+  const std::vector<float> gate = random_floats(size.count(), random);
+  const std::vector<float> up = random_floats(size.count(), random);
+  const DeviceArray<float> gate_device(gate);
+  const DeviceArray<float> up_device(up);
+  const DeviceArray<float> apart(size.count());
+  const DeviceArray<float>& out = in_place ? gate_device : apart;
+  gate_f32({.gate = gate_device.data(),
+            .up = up_device.data(),
+            .out = out.data(),
+            .width = size.width,
+            .tokens = size.tokens},
+           test_launch());
+  const std::vector<float> got = out.read();
+  ASSERT_TRUE(out.intact());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double want = gated(gate[i], up[i]);
+    ASSERT_NEAR(got[i], want, 1e-5 * (1 + std::fabs(want))) << i;
+  }
+}
+
+void compare_bf16(const Size& size, bool biases, std::mt19937& random) {
+  const std::vector<std::uint16_t> gate = to_bf16(random_floats(size.count(), random));
+  const std::vector<std::uint16_t> up = to_bf16(random_floats(size.count(), random));
+  const auto width = static_cast<std::size_t>(size.width);
+  const std::vector<float> gate_bias = random_floats(width, random);
+  const std::vector<float> up_bias = random_floats(width, random);
+  const DeviceArray<std::uint16_t> gate_device(gate);
+  const DeviceArray<std::uint16_t> up_device(up);
+  const DeviceArray<float> gate_bias_device(gate_bias);
+  const DeviceArray<float> up_bias_device(up_bias);
+  const DeviceArray<std::uint16_t> out(size.count());
+  gate_bf16({.gate = gate_device.data(),
+             .up = up_device.data(),
+             .gate_bias = biases ? gate_bias_device.data() : nullptr,
+             .up_bias = biases ? up_bias_device.data() : nullptr,
+             .out = out.data(),
+             .width = size.width,
+             .tokens = size.tokens},
+            test_launch());
+  const std::vector<std::uint16_t> got = out.read();
+  ASSERT_TRUE(out.intact());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double g = bf16_to_f32(gate[i]) + (biases ? gate_bias[i % width] : 0.0F);
+    const double u = bf16_to_f32(up[i]) + (biases ? up_bias[i % width] : 0.0F);
+    const double want = gated(g, u);
+    ASSERT_NEAR(bf16_to_f32(got[i]), want, 0.0040 * std::fabs(want) + 1e-5) << i;
+  }
+}
+
+void compare(const Size& size) {
+  std::mt19937 random(1);
+  SCOPED_TRACE("tokens " + std::to_string(size.tokens) + " width " + std::to_string(size.width));
+  for (const bool flag : {false, true}) {
+    compare_f32(size, flag, random);
+    compare_bf16(size, flag, random);
+  }
+}
+
+// On both sides of a block's worth of elements.
+TEST(Gate, SmallSizesMatchDoublePrecision) {
+  for (const Size& size : {Size{1, 8}, {3, 8}, {1, 2048}, {5, 1024}, {7, 1032}}) compare(size);
+}
+
+TEST(Gate, MatchesDoublePrecision) {
+  for (const Size& size : {Size{1, 14336}, {64, 8192}, {513, 1536}}) compare(size);
+}
+
+}  // namespace
+}  // namespace pianola::cuda
