@@ -3,10 +3,13 @@
 #include "backends/cuda/kernels/persistent.h"
 
 #include <algorithm>
+#include <iterator>
+#include <memory>
 #include <string>
 
 #include "cuda/matrix_fixture.h"
 #include "cuda/state_fixture.h"
+#include "expect_error.h"
 
 namespace pianola::cuda {
 namespace {
@@ -33,10 +36,11 @@ const Model kModels[] = {
      .cache = DType::kF16,
      .hidden = 1024,
      .heads = 16,
-     .kv_heads = 8,
+     .kv_heads = 2,
      .dim = 128,
      .ff = 3072,
      .head_norms = true},
+    {.name = "groups of 16 heads, a wide vocabulary", .heads = 16, .kv_heads = 1, .vocab = 9000},
     {.name = "f16, biases",
      .weights = DType::kF16,
      .value_weights = DType::kF16,
@@ -60,11 +64,17 @@ const Model kModels[] = {
     {.name = "Q4_K, Q6_K",
      .weights = DType::kQ4_K,
      .value_weights = DType::kQ6_K,
-     .head_weights = DType::kQ6_K,
+     .head_weights = DType::kBF16,
      .hidden = 768,
      .heads = 12,
      .kv_heads = 4,
      .ff = 2048},
+    {.name = "Q5_K",
+     .weights = DType::kQ5_K,
+     .value_weights = DType::kQ5_K,
+     .head_weights = DType::kQ6_K,
+     .ff = 5120,
+     .vocab = 4100},
     {.name = "one matrix row of one tile",
      .hidden = 64,
      .heads = 1,
@@ -72,6 +82,9 @@ const Model kModels[] = {
      .ff = 96,
      .vocab = 5},
 };
+
+// What a step leaves behind, by name.
+using Results = std::vector<std::pair<std::string, std::vector<std::uint32_t>>>;
 
 constexpr int kLayers = 2;
 constexpr int kCapacity = 1216;
@@ -91,7 +104,8 @@ struct Step {
 };
 
 std::vector<Step> steps() {
-  constexpr int kPositions[] = {0, 1, 62, 63, 64, 127, 128, 500, 1023, 1024, 1100};
+  constexpr int kPositions[] = {0,   1,   62,  63,  64,   127,  128, 500,
+                                520, 575, 700, 900, 1023, 1024, 1100};
   std::vector<Step> all;
   for (const int position : kPositions) {
     all.push_back({"one token at " + std::to_string(position), 1, {{3, position}}});
@@ -99,12 +113,14 @@ std::vector<Step> steps() {
   for (const int bucket : {2, 4, 8, 16, 32}) {
     for (const int live : {bucket, bucket - 1}) {
       Step s{std::to_string(live) + " rows of " + std::to_string(bucket), bucket, {}};
-      for (int r = 0; r < live; ++r) s.lanes.push_back({kRows - 1 - r, kPositions[r % 11]});
+      for (int r = 0; r < live; ++r)
+        s.lanes.push_back({kRows - 1 - r, kPositions[r % std::size(kPositions)]});
       all.push_back(s);
     }
   }
   all.push_back({"4 tokens of one row", 4, {{5, 62, 4}}, true});
   all.push_back({"7 tokens of 3 rows, a bucket of 8", 8, {{5, 62, 3}, {1, 0, 2}, {9, 1020, 2}}});
+  all.push_back({"masked tokens", 4, {{5, 62}, {6, -1}, {7, 1000}, {8, -1}}});
   all.push_back({"29 tokens of a row", 32, {{2, 1000, 29}}, true});
   return all;
 }
@@ -181,7 +197,7 @@ class Layers {
       s.row_of[lane] = l.row;
       s.first_token[lane] = tokens;
       for (int i = 0; i < l.tokens; ++i, ++tokens) {
-        s.position[tokens] = l.position + i;
+        s.position[tokens] = l.position < 0 ? -1 : l.position + i;
         s.lane_of[tokens] = lane;
         if (!step.last_only || i + 1 == l.tokens) s.logit_token[logits++] = tokens;
       }
@@ -263,15 +279,15 @@ class Layers {
     }
   }
 
-  // What a step leaves behind, by name.
-  std::vector<std::pair<std::string, std::vector<std::uint32_t>>> results() const {
-    std::vector<std::pair<std::string, std::vector<std::uint32_t>>> all;
+  Results results() const {
+    Results all;
     const auto add = [&](const char* name, const DeviceArray<float>& a) {
       const std::vector<float> values = a.read();
       std::vector<std::uint32_t> bits(values.size());
       std::memcpy(bits.data(), values.data(), 4 * values.size());
       all.emplace_back(name, bits);
     };
+    add("q", q_);
     add("k", k_);
     add("v", v_);
     add("attention", attended_);
@@ -358,14 +374,20 @@ class Layers {
 };
 
 // Indices of a few that differ.
-std::string difference(const std::vector<std::uint32_t>& a, const std::vector<std::uint32_t>& b) {
-  std::string text;
-  std::size_t wrong = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (a[i] == b[i]) continue;
-    if (++wrong <= 4) text += std::to_string(i) + " ";
+std::string difference(const Results& a, const Results& b) {
+  for (std::size_t r = 0; r < a.size(); ++r) {
+    const std::vector<std::uint32_t>& x = a[r].second;
+    const std::vector<std::uint32_t>& y = b[r].second;
+    if (x == y) continue;
+    std::string text;
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      if (x[i] != y[i] && ++wrong <= 4) text += " " + std::to_string(i);
+    }
+    return a[r].first + ": " + std::to_string(wrong) + " of " + std::to_string(x.size()) +
+           " differ, the first at" + text;
   }
-  return wrong == 0 ? "" : std::to_string(wrong) + " of " + std::to_string(a.size()) + ": " + text;
+  return {};
 }
 
 class Persistent : public testing::TestWithParam<Model> {};
@@ -376,7 +398,6 @@ TEST_P(Persistent, GivesTheBitsOfKernelsOfTheirOwn) {
     SCOPED_TRACE(step.name);
     layers.set(step);
     const std::vector<PersistentOp> ops = layers.ops();
-    ASSERT_EQ(PersistentStep::refusal(ops, step.bucket), "");
     layers.reset();
     for (const PersistentOp& op : ops) {
       if (op.attends) {
@@ -385,17 +406,13 @@ TEST_P(Persistent, GivesTheBitsOfKernelsOfTheirOwn) {
         linear(op.linear, test_launch());
       }
     }
-    const auto expected = layers.results();
+    const Results expected = layers.results();
     const PersistentStep persistent(ops, step.bucket);
     for (int round = 0; round < 3; ++round) {
       layers.reset();
       persistent.launch(test_launch());
-      const auto results = layers.results();
-      for (std::size_t i = 0; i < results.size(); ++i) {
-        const std::string wrong = difference(results[i].second, expected[i].second);
-        ASSERT_EQ(wrong, "") << results[i].first << ", round " << round << ", "
-                             << persistent.clusters() << " clusters";
-      }
+      ASSERT_EQ(difference(layers.results(), expected), "")
+          << "round " << round << ", " << persistent.clusters() << " clusters";
     }
   }
 }
@@ -410,41 +427,73 @@ TEST_P(Persistent, RepeatsItselfThousandsOfTimes) {
     layers.set(step);
     const PersistentStep persistent(layers.ops(), bucket);
     // x grows from step to step: the same number of steps must leave the same bits.
-    std::vector<std::pair<std::string, std::vector<std::uint32_t>>> first;
+    Results first;
     for (int repeat = 0; repeat < 3; ++repeat) {
       layers.reset();
       for (int i = 0; i < 400; ++i) persistent.launch(test_launch());
-      const auto results = layers.results();
+      const Results results = layers.results();
       if (repeat == 0) first = results;
-      for (std::size_t i = 0; i < results.size(); ++i) {
-        ASSERT_EQ(difference(results[i].second, first[i].second), "") << results[i].first;
-      }
+      ASSERT_EQ(difference(results, first), "");
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Persistent, testing::ValuesIn(kModels), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Models, Persistent, testing::ValuesIn(kModels), [](const auto& tested) {
   std::string name;
-  for (const char c : std::string(info.param.name)) {
+  for (const char c : std::string(tested.param.name)) {
     if (std::isalnum(static_cast<unsigned char>(c))) name += c;
   }
   return name;
 });
 
 TEST(PersistentStep, SaysWhyItCannotBeOneKernel) {
-  Model model = kModels[0];
-  model.cache = DType::kF16;
-  Layers layers(model);
+  Layers layers(kModels[0]);
   layers.set({"", 1, {{0, 5}}});
-  std::vector<PersistentOp> ops = layers.ops();
-  EXPECT_EQ(PersistentStep::refusal(ops, 33), "steps of more than 32 tokens");
-  ops[1].attention.cache.dtype = DType::kF32;
-  EXPECT_EQ(PersistentStep::refusal(ops, 1), "an f32 cache");
-  ops = layers.ops();
-  ops[1].attention.cache.key_dim = 80;
-  EXPECT_EQ(PersistentStep::refusal(ops, 1), "heads of 80 and 64");
-  ops.resize(2);
-  EXPECT_EQ(PersistentStep::refusal(ops, 1), "a step of less than one layer");
+  const std::vector<PersistentOp> good = layers.ops();
+  const auto refuse = [&](const auto& change, int tokens, const char* words) {
+    std::vector<PersistentOp> ops = good;
+    change(ops);
+    expect_error(ErrorCode::kUnsupported, words, [&] { PersistentStep(ops, tokens); });
+  };
+  refuse([](auto&) {}, 33, "more than 32 tokens");
+  refuse([](auto& ops) { ops[1].attention.cache.dtype = DType::kF32; }, 1, "an f32 cache");
+  refuse([](auto& ops) { ops[1].attention.cache.key_dim = 80; }, 1, "heads of 80 and 64");
+  refuse([](auto& ops) { ops[6].attention.cache.kv_heads = 1; }, 1, "layers of different heads");
+  refuse([](auto& ops) { ops[0].linear.part[0].weight.codes = Codes::kF32; }, 1, "f32 weights");
+  refuse([](auto& ops) { ops[4].linear.part[0].weight.cols = 1000; }, 1, "rows of 1000 columns");
+  refuse([](auto& ops) { ops.resize(2); }, 1, "less than one layer");
+  // Activations of 32 tokens that no block can hold.
+  refuse(
+      [](auto& ops) {
+        ops[4].linear.part[0].weight.cols = 16384;
+        for (PersistentOp& op : ops) op.linear.tokens = 32;
+      },
+      32, "more shared memory than there is");
+}
+
+// Steps share kernels: none may take away what another needs.
+TEST(PersistentStep, ServesManyStepsInAnyOrder) {
+  Layers layers(kModels[0]);
+  const auto step_of = [](int bucket) {
+    Step s{"", bucket, {}};
+    for (int r = 0; r < bucket; ++r) s.lanes.push_back({r, 600 + r});
+    return s;
+  };
+  std::vector<std::unique_ptr<PersistentStep>> made;
+  for (const int bucket : {8, 1}) {
+    layers.set(step_of(bucket));
+    made.push_back(std::make_unique<PersistentStep>(layers.ops(), bucket));
+  }
+  std::vector<Results> first(2);
+  for (const int which : {0, 1, 0, 1, 1, 0}) {
+    layers.set(step_of(which == 0 ? 8 : 1));
+    layers.reset();
+    made[static_cast<std::size_t>(which)]->launch(test_launch());
+    const Results results = layers.results();
+    Results& expected = first[static_cast<std::size_t>(which)];
+    if (expected.empty()) expected = results;
+    EXPECT_EQ(difference(results, expected), "");
+  }
 }
 
 }  // namespace

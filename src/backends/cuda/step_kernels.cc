@@ -171,10 +171,13 @@ void StepKernels::make_persistent() {
       break;
     }
   }
-  persistent_refusal_ = PersistentStep::refusal(program, tokens());
-  if (!persistent_refusal_.empty()) return;
-  persistent_ = {static_cast<int>(first), static_cast<int>(at),
-                 std::make_unique<PersistentStep>(program, tokens())};
+  try {
+    persistent_ = {static_cast<int>(first), static_cast<int>(at),
+                   std::make_unique<PersistentStep>(program, tokens())};
+  } catch (const Error& e) {
+    if (e.code() != ErrorCode::kUnsupported) throw;
+    persistent_refusal_ = e.what();
+  }
 }
 
 void StepKernels::choose_products() {

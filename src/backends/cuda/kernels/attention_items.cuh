@@ -200,6 +200,7 @@ struct ItemMemory {
   int heads;               // that there is room for
   int log_blocks = 4;      // thread blocks that an item's teams are dealt to
   int team_bytes = 0;      // from a thread block's first team's memory to the second's
+  int barrier_bytes = 0;   // the same between their barriers
   int second = 0;          // whether this is the second, of an item that has both
   unsigned parity = 0;     // of the barrier's next phase
 
@@ -219,11 +220,17 @@ struct ItemMemory {
     v = k + static_cast<std::size_t>(p.tokens) * key_dim;
   }
 
-  // Where another team of the item has what lies at `offset` here, for send().
+  // Where another team of the item has what lies at `offset` here, and its barrier, for send().
   __device__ __forceinline__ std::uint32_t peer(std::uint32_t offset, int team) const {
-    const int moved = (team >> log_blocks) - second;
-    return peer_offset(offset + static_cast<std::uint32_t>(moved * team_bytes),
-                       team & ((1 << log_blocks) - 1));
+    return peer_moved(offset, team, team_bytes);
+  }
+  __device__ __forceinline__ std::uint32_t peer_barrier(int team) const {
+    return peer_moved(shared_offset(barrier), team, barrier_bytes);
+  }
+  __device__ __forceinline__ std::uint32_t peer_moved(std::uint32_t offset, int team,
+                                                      int stride) const {
+    const int moved = ((team >> log_blocks) - second) * stride;
+    return peer_offset(offset + static_cast<std::uint32_t>(moved), team & ((1 << log_blocks) - 1));
   }
 };
 inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
@@ -251,6 +258,23 @@ __device__ __forceinline__ void send(std::uint32_t to, float2 v, std::uint32_t b
           to),
       "f"(v.x), "f"(v.y), "r"(barrier)
       : "memory");
+}
+// Until the phase of a barrier in shared memory with this parity has ended.
+__device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, const char* what,
+                                             int number) {
+  Patience patience;
+  std::uint32_t done = 0;
+  while (true) {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+    if (done != 0 || patience.over()) return;
+    patience.look(what, number);
+  }
 }
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -285,16 +309,7 @@ __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& 
 }
 template <typename T>
 __device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
-  std::uint32_t done = 0;
-  do {
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(shared_offset(memory.barrier)), "r"(memory.parity)
-        : "memory");
-  } while (done == 0);
+  wait_barrier(shared_offset(memory.barrier), memory.parity, "parts of rank", 0);
 }
 
 // --- On the host: what a launch is told. ---
@@ -526,10 +541,10 @@ __device__ __forceinline__ void clear_item(const DecodeParams& p, const Item& it
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float scale) {
-  sum.x += v.x * scale;
-  sum.y += v.y * scale;
-  sum.z += v.z * scale;
-  sum.w += v.w * scale;
+  sum.x = __fmaf_rn(v.x, scale, sum.x);
+  sum.y = __fmaf_rn(v.y, scale, sum.y);
+  sum.z = __fmaf_rn(v.z, scale, sum.z);
+  sum.w = __fmaf_rn(v.w, scale, sum.w);
 }
 
 // Largest score of a head over the warps, and the factor of each warp's sums.
@@ -547,7 +562,7 @@ __device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int 
 #pragma unroll
   for (int w = 0; w < kItemWarps; ++w) {
     factor[w] = exp2_approx(score[w].x - most);
-    total += score[w].y * factor[w];
+    total = __fmaf_rn(score[w].y, factor[w], total);
   }
   return make_float2(most, total);
 }
@@ -563,7 +578,6 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
   const int slice = item.log_slice;
   const int tid = team_thread();
   const int columns = value_dim / 4;  // of a head
-  const std::uint32_t barrier = shared_offset(memory.barrier);
   team_sync();
   float factor[kItemWarps];
   if (ranks > 1) {
@@ -573,7 +587,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
       const int head = i - target * heads;
       const float2 score = merge_scores(memory, head, factor);
       send(memory.peer(shared_offset(memory.part_score + head * kMostRanks + rank), target), score,
-           memory.peer(barrier, target));
+           memory.peer_barrier(target));
     }
   }
 #pragma unroll 1
@@ -595,7 +609,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
       const int target = i >> slice;
       const int place = (i & ((1 << slice) - 1)) * ranks + rank;
       send(memory.peer(shared_offset(memory.part + place), target), sum,
-           memory.peer(barrier, target));
+           memory.peer_barrier(target));
     }
   }
 }

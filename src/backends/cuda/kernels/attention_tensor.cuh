@@ -275,7 +275,7 @@ struct TensorItem {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const bool inside = base + r + 4 * (i & 2) < item.end;
-          scores[u][i] = inside ? scores[u][i] * scale : -INFINITY;
+          scores[u][i] = inside ? __fmul_rn(scores[u][i], scale) : -INFINITY;
           best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
         }
       }

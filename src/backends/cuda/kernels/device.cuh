@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstdio>
 
 namespace pianola::cuda {
 
@@ -19,6 +20,34 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void allow_next() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
+
+// Waits between thread blocks end in an error of the device after many seconds rather than never:
+// one that lasts so long is a mistake of ours. With PIANOLA_DEBUG_WAITS it says where, and goes on.
+class Patience {
+ public:
+  __device__ __forceinline__ void look([[maybe_unused]] const char* what,
+                                       [[maybe_unused]] int number) {
+#ifdef PIANOLA_DEBUG_WAITS
+    if (++looks_ == 1U << 22) {
+      std::printf("block %d warp %d lane %d waits for %s %d\n", static_cast<int>(blockIdx.x),
+                  static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), what,
+                  number);
+    }
+#else
+    if (++looks_ == 1U << 28) __trap();
+#endif
+  }
+  __device__ __forceinline__ bool over() const {
+#ifdef PIANOLA_DEBUG_WAITS
+    return looks_ >= 1U << 22;
+#else
+    return false;
+#endif
+  }
+
+ private:
+  unsigned looks_ = 0;
+};
 
 // Activations are read past the first-level cache: with overlapping kernels it may hold what an
 // address contained before.

@@ -261,16 +261,19 @@ __device__ __forceinline__ void multiply_blocks(float (&acc)[kTiles][kGroups][4]
   }
 }
 
+// Products below are spelled out where a compiler could fuse one with a sum in one kernel and not
+// in another: all routes must give the same bits.
+
 // Four activations of one token, times the norm's weight, as operand words of a product: rows g are
 // the high parts of eight tokens, rows g + 8 their low parts.
 __device__ __forceinline__ uint4 activation_words(const float4& x, const float4& norm) {
-  const SplitPair first = split_bf16(x.x * norm.x, x.y * norm.y);
-  const SplitPair second = split_bf16(x.z * norm.z, x.w * norm.w);
+  const SplitPair first = split_bf16(__fmul_rn(x.x, norm.x), __fmul_rn(x.y, norm.y));
+  const SplitPair second = split_bf16(__fmul_rn(x.z, norm.z), __fmul_rn(x.w, norm.w));
   return make_uint4(first.high, first.low, second.high, second.low);
 }
 
 __device__ __forceinline__ float square_sum(const float4& x) {
-  return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+  return __fmaf_rn(x.w, x.w, __fmaf_rn(x.z, x.z, __fmaf_rn(x.x, x.x, __fmul_rn(x.y, x.y))));
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0F + __expf(-x)); }
@@ -292,30 +295,31 @@ __device__ __forceinline__ float add_slices(int slices, const At& at) {
   return sum;
 }
 
-// Quads (four columns) of one slice that a lane holds at once.
+// Quads (four columns) of one slice whose norm weights a lane holds.
 inline constexpr int kHeld = 4;
 
 // One warp converts its slice of one token: `store(quad column, words)`. Returns the slice's sum of
 // squares, in the order that every route shares: a lane's quads in turn, then lanes as a tree.
-template <Codes codes, typename Store>
+// kFlight quads are on their way at once.
+template <Codes codes, int kFlight = kHeld, typename Store>
 __device__ __forceinline__ float convert_slice(const float* norm_weights, int cols,
                                                const float* x_row, int first, int end,
                                                const float4 (&norm)[kHeld], int lane,
                                                const Store& store) {
   float square = 0;
-  for (int base = first + 4 * lane; base < end; base += 128 * kHeld) {
-    float4 x[kHeld];
+  for (int base = first + 4 * lane; base < end; base += 128 * kFlight) {
+    float4 x[kFlight];
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kFlight; ++i) {
       const int c = base + 128 * i;
       x[i] = c < cols && c < end ? load_activation4(x_row + c) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kFlight; ++i) {
       const int c = base + 128 * i;
       if (c >= end) continue;
-      float4 weight = norm[i];
-      if (norm_weights && base >= first + 128 * kHeld) {
+      float4 weight = i < kHeld ? norm[i % kHeld] : make_float4(1, 1, 1, 1);
+      if (norm_weights && (i >= kHeld || base >= first + 128 * kFlight)) {
         weight = c < cols ? __ldg(reinterpret_cast<const float4*>(norm_weights + c))
                           : make_float4(1, 1, 1, 1);
       }

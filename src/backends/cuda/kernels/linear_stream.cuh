@@ -238,16 +238,17 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
         }
       }
       const auto total = [&](int which) {
-        return scale * add_slices(kWarps, [&](int s) {
-                 return partial[((s * kTokens + token) * kTiles + which) * kTileRows + row];
-               });
+        return __fmul_rn(
+            scale, add_slices(kWarps, [&](int s) {
+              return partial[((s * kTokens + token) * kTiles + which) * kTileRows + row];
+            }));
       };
       float y = total(n);
       if (part.bias) y += __ldg(part.bias + column_out);
       if (p.gated) {
         float up = total(n + 1);
         if (p.part[1].bias) up += __ldg(p.part[1].bias + column_out);
-        y = silu(y) * up;
+        y = __fmul_rn(silu(y), up);
       }
       if (p.residual) y += turn == 0 && o == rank ? held_residual : __ldcg(p.residual + at);
       part.out[at] = y;

@@ -90,6 +90,32 @@ Kernel kernel_for(bool quantised, DType cache, int dim, int groups, int depth) {
 // Largest ring first.
 constexpr int kDepths[] = {10, 6, 3};
 
+[[noreturn]] void refuse(const std::string& why) {
+  throw Error(ErrorCode::kUnsupported, "a persistent step: " + why);
+}
+
+void check_attention(const PersistentOp& op, const PersistentOp& first) {
+  const LayerCacheView& a = op.attention.cache;
+  const LayerCacheView& b = first.attention.cache;
+  if (a.dtype == DType::kF32) refuse("an f32 cache");
+  if (a.key_dim != a.value_dim || (a.key_dim != 64 && a.key_dim != 128)) {
+    refuse("heads of " + std::to_string(a.key_dim) + " and " + std::to_string(a.value_dim));
+  }
+  if (a.dtype != b.dtype || a.key_dim != b.key_dim || a.kv_heads != b.kv_heads ||
+      op.attention.heads != first.attention.heads) {
+    refuse("layers of different heads");
+  }
+}
+
+void check_product(const LinearArgs& args, int tokens) {
+  const PackedWeight& weight = args.part[0].weight;
+  require(args.tokens >= 1 && args.tokens <= tokens, "persistent step: tokens of a product");
+  if (weight.codes == Codes::kF32) refuse("f32 weights");
+  if (weight.scales == Scales::kNone && weight.cols % columns_of_step(weight.codes) != 0) {
+    refuse("rows of " + std::to_string(weight.cols) + " columns");
+  }
+}
+
 // Hands out aligned places in shared memory.
 struct Places {
   int bytes = 0;
@@ -112,38 +138,24 @@ struct PersistentStep::Layout {
   int shared_bytes = 0;
 };
 
-std::string PersistentStep::refusal(const std::vector<PersistentOp>& ops, int tokens) {
-  using namespace persistent;
-  if (tokens > kPersistentTokens) {
-    return "steps of more than " + std::to_string(kPersistentTokens) + " tokens";
-  }
-  if (ops.size() < 6) return "a step of less than one layer";
-  for (const PersistentOp& op : ops) {
-    if (op.attends) {
-      const LayerCacheView& cache = op.attention.cache;
-      if (cache.dtype == DType::kF32) return "an f32 cache";
-      if (cache.key_dim != cache.value_dim || (cache.key_dim != 64 && cache.key_dim != 128)) {
-        return "heads of " + std::to_string(cache.key_dim) + " and " +
-               std::to_string(cache.value_dim);
-      }
-      continue;
-    }
-    const PackedWeight& weight = op.linear.part[0].weight;
-    if (weight.codes == Codes::kF32) return "f32 weights";
-    if (weight.scales == Scales::kNone && weight.cols % columns_of_step(weight.codes) != 0) {
-      return "rows of " + std::to_string(weight.cols) + " columns";
-    }
-  }
-  return {};
-}
-
 PersistentStep::PersistentStep(const std::vector<PersistentOp>& ops, int tokens) {
   using namespace persistent;
+  if (tokens > kPersistentTokens) {
+    refuse("more than " + std::to_string(kPersistentTokens) + " tokens");
+  }
+  if (ops.size() < 6) refuse("less than one layer");
   auto layout = std::make_unique<Layout>();
   const bool with_scales = std::any_of(ops.begin(), ops.end(), quantised);
   const auto attention =
       std::find_if(ops.begin(), ops.end(), [](const PersistentOp& op) { return op.attends; });
   require(attention != ops.end(), "persistent step: no attention");
+  for (const PersistentOp& op : ops) {
+    if (op.attends) {
+      check_attention(op, *attention);
+    } else {
+      check_product(op.linear, tokens);
+    }
+  }
   const LayerCacheView& cache = attention->attention.cache;
 
   // Shapes and entries.
@@ -222,10 +234,11 @@ PersistentStep::PersistentStep(const std::vector<PersistentOp>& ops, int tokens)
       break;
     }
     if (!layout->kernel) {
-      throw Error(ErrorCode::kUnsupported, "persistent step: shared memory is too small");
+      refuse("more shared memory than there is");
     }
+    // As much as there is: the kernel may serve other steps, which need more than this one.
     check(cudaFuncSetAttribute(layout->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               layout->shared_bytes),
+                               most_shared),
           "persistent step: shared memory");
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(kBlocks);
@@ -239,7 +252,7 @@ PersistentStep::PersistentStep(const std::vector<PersistentOp>& ops, int tokens)
     check(cudaOccupancyMaxActiveClusters(&clusters_, layout->kernel, &config),
           "persistent step: clusters");
     if (clusters_ == 0) {
-      throw Error(ErrorCode::kUnsupported, "persistent step: no cluster fits this device");
+      refuse("no cluster of eight blocks fits this device");
     }
     // Both teams of every block serve an item when there are few items.
     const int items =
@@ -250,6 +263,18 @@ PersistentStep::PersistentStep(const std::vector<PersistentOp>& ops, int tokens)
   }
 
   for (Shape& s : shapes) group_tiles(s, clusters_);
+  unsigned turns = 0;
+  unsigned drained = 0;
+  for (Entry& entry : entries) {
+    if (entry.shape < 0) continue;
+    entry.first_turn = turns;
+    entry.drained = drained;
+    const int count = shapes[static_cast<std::size_t>(entry.shape)].turns;
+    for (int turn = 2; turn < count; ++turn) {
+      drained ^= 1U << ((turns + static_cast<unsigned>(turn)) & 1);
+    }
+    turns += static_cast<unsigned>(count);
+  }
   std::vector<DecodeParams> layers;
   layers.reserve(attends.size());
   for (const PersistentOp* op : attends) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "backends/cuda/kernels/attention.h"
@@ -28,10 +27,8 @@ inline constexpr int kPersistentTokens = 32;
 // row. A counter in device memory says how many blocks have finished an op.
 class PersistentStep {
  public:
-  // Why these ops cannot be one kernel on this device; empty if they can.
-  static std::string refusal(const std::vector<PersistentOp>& ops, int tokens);
-
-  // Throws Device. The ops' addresses are kept; `tokens` is the bucket's.
+  // The ops' addresses are kept; `tokens` is the bucket's. Throws Unsupported, saying why, when the
+  // ops cannot be one kernel on this device; Device.
   PersistentStep(const std::vector<PersistentOp>& ops, int tokens);
   ~PersistentStep();
   PersistentStep(const PersistentStep&) = delete;

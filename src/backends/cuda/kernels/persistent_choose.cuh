@@ -9,6 +9,7 @@ namespace pianola::cuda::persistent {
 template <bool kQuantised, typename T, int kHeadDim>
 Kernel choose_depth(int groups, int depth) {
   if (groups == 1 && depth == 6) return persistent_kernel<kQuantised, T, kHeadDim, 1, 6>;
+  if (groups == 1 && depth == 3) return persistent_kernel<kQuantised, T, kHeadDim, 1, 3>;
   if (groups == 4 && depth == 3) return persistent_kernel<kQuantised, T, kHeadDim, 4, 3>;
   if constexpr (!kQuantised) {
     if (groups == 1 && depth == 10) return persistent_kernel<kQuantised, T, kHeadDim, 1, 10>;

@@ -72,6 +72,8 @@ struct alignas(16) Entry {
   const std::byte* scales[3] = {};
   const float* bias[3] = {};
   const float* norm = nullptr;
+  unsigned first_turn = 0;  // turns of the products before it
+  unsigned drained = 0;     // parity of their waits for each buffer of partial sums, a bit each
 };
 
 // A block's share of the products of one shape.
@@ -113,18 +115,6 @@ __device__ __forceinline__ void init_barrier(std::uint32_t at, int count) {
 __device__ __forceinline__ void expect_bytes(std::uint32_t at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                : "memory");
-}
-__device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity) {
-  std::uint32_t done = 0;
-  do {
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(at), "r"(parity)
-        : "memory");
-  } while (done == 0);
 }
 __device__ __forceinline__ void arrive_at_peer(std::uint32_t at, int count) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(at),
@@ -284,8 +274,6 @@ struct Block {
   const int rank = static_cast<int>(blockIdx.x) % kBlocks;  // in its cluster
   const int cluster = static_cast<int>(blockIdx.x) / kBlocks;
   const int clusters = static_cast<int>(gridDim.x) / kBlocks;
-  unsigned turns_done = 0;  // by all products so far
-  unsigned drained = 0;     // parity of the waits for each buffer of partial sums, a bit each
   unsigned team_parity = 0;
 
   __device__ __forceinline__ Block(const Program& program, unsigned char* memory)
@@ -369,13 +357,16 @@ struct Block {
   __device__ __forceinline__ void wait_for_op(int op) const {
     if (op < 0) return;
     if (lane == 0) {
-      std::uint32_t count = 0;
-      do {
+      Patience patience;
+      while (true) {
+        std::uint32_t count = 0;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                      : "=r"(count)
                      : "l"(p.arrived + op)
                      : "memory");
-      } while (count < gridDim.x);
+        if (count >= gridDim.x || patience.over()) break;
+        patience.look("op", op);
+      }
     }
     __syncwarp();
   }
@@ -412,15 +403,18 @@ struct Block {
     const int slice = rank % s.slices;
     const int first_peer = rank - slice;
     const int turns = s.turns;
+    unsigned drained = entry.drained;
     const int live = max(0, min(__ldcg(s.count), s.tokens));
 
     stage(op, entry, s, r, slice, first_peer);
+    if (op + 1 < p.ops && stream.entries[op + 1].shape < 0)
+      load_layer(-1 - stream.entries[op + 1].shape);
     __syncthreads();
     for (int turn = 0; turn <= turns; ++turn) {
       if (turn < turns) {
-        const unsigned buffer = (turns_done + turn) & 1;
+        const unsigned buffer = (entry.first_turn + turn) & 1;
         if (turn >= 2) {
-          wait_barrier(empty(buffer), drained >> buffer & 1);
+          wait_barrier(empty(buffer), drained >> buffer & 1, "an empty buffer of op", op);
           drained ^= 1U << buffer;
         }
         if (threadIdx.x == 0) {
@@ -436,9 +430,8 @@ struct Block {
           }
         });
       }
-      if (turn > 0) finish(op, entry, s, r, slice, first_peer, turn - 1, turns, live);
+      if (turn > 0) finish(op, entry, s, r, slice, first_peer, turn - 1, live);
     }
-    turns_done += turns;
   }
 
   // Groups of a turn that this block adds up.
@@ -462,7 +455,7 @@ struct Block {
       float square = 0;
       for_form(s, [&]<Codes codes, Scales scales>() {
         using S = Step<codes>;
-        square = products::convert_slice<codes>(
+        square = products::convert_slice<codes, 2 * kHeld>(
             entry.norm, s.cols, x, first, end, norm, lane, [&](int c, const uint4& words) {
               const int column = c - first;
               const products::Place place = products::place_of<codes>(column % S::kCols);
@@ -472,7 +465,7 @@ struct Block {
       });
       if (s.normed && lane < s.slices) {
         send(peer_offset(shared_offset(squares(op) + slice * s.tokens + token), first_peer + lane),
-             square, peer_offset(full(turns_done & 1), first_peer + lane));
+             square, peer_offset(full(entry.first_turn & 1), first_peer + lane));
       }
     }
   }
@@ -583,95 +576,96 @@ struct Block {
 
   // Adds the slices of this block's groups of a turn and stores the results.
   __device__ __forceinline__ void finish(int op, const Entry& entry, const Shape& s, const Range& r,
-                                         int slice, int first_peer, int turn, int turns, int live) {
+                                         int slice, int first_peer, int turn, int live) const {
     const int tid = static_cast<int>(threadIdx.x);
-    const unsigned number = turns_done + turn;
+    const unsigned number = entry.first_turn + turn;
     const unsigned buffer = number & 1;
-    const float* sums = partials(buffer);
-    const int wide = s.gated ? 1 : s.tiles;  // results of a group, 1 or 2 tiles
+    const int slices = s.slices;
+    const int tiles = s.tiles;
+    const int tokens = s.tokens;
+    const bool gated = s.gated != 0;
+    const int wide = gated ? 1 : tiles;  // results of a group, 1 or 2 tiles
     const int outputs = owned(s, r, slice, turn) * wide * kTileRows * live;
 
     struct Output {
       int part = -1;
       int column;  // row of the matrix
       int token;
-      int first;  // of the group's sums
-      int which;  // tile
-      int row;
+      const float* sums;  // of its first slice
+      float bias;
+      float residual;
       std::int64_t at;
     };
+    // What does not wait for the sums.
     const auto output = [&](int o) {
       Output out;
       if (o >= outputs) return out;
-      out.row = o % kTileRows;
+      const int row = o % kTileRows;
       const int rest = o / kTileRows;
-      out.which = rest & (wide - 1);
+      const int which = rest & (wide - 1);
       const int pair = rest >> (wide - 1);
-      const int index = pair / live;
+      const int index = live == 1 ? pair : pair / live;
       out.token = pair - index * live;
-      const int group = turn * s.turn_groups + index * s.slices + slice;
-      const int unit = r.unit_begin + (s.gated ? group : group * s.tiles);
-      const Tile tile = products::tile_of(s, unit, r.unit_end, out.which);
-      if (tile.part < 0 || tile.row + out.row >= s.part[tile.part].rows) return out;
+      const int group = turn * s.turn_groups + index * slices + slice;
+      const int unit = r.unit_begin + (gated ? group : group * tiles);
+      const Tile tile = products::tile_of(s, unit, r.unit_end, which);
+      if (tile.part < 0 || tile.row + row >= s.part[tile.part].rows) return out;
       out.part = tile.part;
-      out.column = tile.row + out.row;
-      out.first = index * s.slices * s.tiles;
+      out.column = tile.row + row;
       out.at = static_cast<std::int64_t>(out.token) * s.part[tile.part].ld + out.column;
+      out.sums = partials(buffer) +
+                 ((index * slices * tiles + which) * tokens + out.token) * kTileRows + row;
+      const float* bias = entry.bias[tile.part];
+      out.bias = bias ? __ldg(bias + out.column) : 0.0F;
+      out.residual = s.residual ? __ldcg(s.residual + out.at) : 0.0F;
       return out;
-    };
-    const auto outside = [&](const Output& out) {
-      return s.residual && out.part >= 0 ? __ldcg(s.residual + out.at) : 0.0F;
     };
 
     Output out = output(tid);
-    float residual = outside(out);  // on its way while the sums arrive
-    wait_barrier(full(buffer), number >> 1 & 1);
+    wait_barrier(full(buffer), number >> 1 & 1, "slices of op", op);
+    const int stride = tiles * tokens * kTileRows;  // from slice to slice
     for (int o = tid; o < outputs;) {
       if (out.part >= 0) {
         float scale = 1;
         if (s.normed) {
           const float* square = squares(op) + out.token;
-          const float sum =
-              products::add_slices(s.slices, [&](int i) { return square[i * s.tokens]; });
+          const float sum = products::add_slices(slices, [&](int i) { return square[i * tokens]; });
           scale = rsqrtf(sum / static_cast<float>(s.cols) + s.eps);
         }
-        const auto total = [&](int which) {
-          return scale * products::add_slices(s.slices, [&](int i) {
-                   return sums[((out.first + i * s.tiles + which) * s.tokens + out.token) *
-                                   kTileRows +
-                               out.row];
-                 });
+        const auto total = [&](const float* sums) {
+          return __fmul_rn(scale,
+                           products::add_slices(slices, [&](int i) { return sums[i * stride]; }));
         };
-        float y = total(out.which);
-        if (entry.bias[out.part]) y += __ldg(entry.bias[out.part] + out.column);
-        if (s.gated) {
-          float up = total(1);
+        float y = total(out.sums);
+        if (entry.bias[out.part]) y += out.bias;
+        if (gated) {
+          float up = total(out.sums + tokens * kTileRows);
           if (entry.bias[1]) up += __ldg(entry.bias[1] + out.column);
-          y = products::silu(y) * up;
+          y = __fmul_rn(products::silu(y), up);
         }
-        if (s.residual) y += residual;
+        if (s.residual) y += out.residual;
         s.part[out.part].out[out.at] = y;
       }
       o += kThreads;
-      if (o < outputs) {
-        out = output(o);
-        residual = outside(out);
-      }
+      out = output(o);
     }
-    if (turn + 2 < turns) {
+    if (turn + 2 < s.turns) {
       __syncthreads();  // the buffer has been read
-      if (tid < s.slices) {
-        arrive_at_peer(peer_offset(empty(buffer), first_peer + tid), kBlocks / s.slices);
+      if (tid < slices) {
+        arrive_at_peer(peer_offset(empty(buffer), first_peer + tid), kBlocks / slices);
       }
     }
   }
 
   // --- Attention. ---
 
-  __device__ __forceinline__ void attend(int op, int layer) {
+  // What attend() of a layer will read: by the op before it.
+  __device__ __forceinline__ void load_layer(int layer) const {
     static_assert(sizeof(DecodeParams) % 16 == 0);
     copy_table(p.layers + layer, p.layer_at, sizeof(DecodeParams));
-    __syncthreads();
+  }
+
+  __device__ __forceinline__ void attend(int op) {
     const DecodeParams& d = *reinterpret_cast<const DecodeParams*>(shared + p.layer_at);
     const int half = warp / kItemWarps;  // this thread's team of its block
     ItemMemory<T> memory(d, shared + p.teams_at + half * p.team_bytes);
@@ -679,6 +673,7 @@ struct Block {
     memory.log_blocks = 3;
     const bool both = d.log_cluster == 4;  // an item has both teams of each block
     memory.team_bytes = both ? p.team_bytes : 0;
+    memory.barrier_bytes = both ? sizeof(std::uint64_t) : 0;
     memory.second = both ? half : 0;
     const int items = d.tokens * d.attention.cache.kv_heads * d.parts;
     const int places = both ? clusters : 2 * clusters;  // items at a time
@@ -686,10 +681,15 @@ struct Block {
     const int team = both ? half * kBlocks + rank : rank;
 
     for (int first = 0; first < items; first += places) {
-      cluster_arrive();
+      // All teams have started, and have done with what they received in the round before.
+      if (first > 0) cluster_arrive();
       const auto wait = [&] {
-        cluster_wait();  // all have started, and have done with the round before
-        if (first == 0) wait_for_op(op - 1);
+        if (first > 0) {
+          cluster_wait();
+        } else {
+          if (team_thread() < 32) wait_for_op(op - 1);
+          team_sync();
+        }
       };
       Tables tables;
       Item item;
@@ -724,7 +724,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     if (op + 1 == p.ops) allow_next();
     const int shape = block.stream.entries[op].shape;
     if (shape < 0) {
-      block.attend(op, -1 - shape);
+      block.attend(op);
     } else {
       block.product(op);
     }
