@@ -1,6 +1,4 @@
 // pianola bench: how fast a model runs here, and how near that is to what memory allows.
-#include <CLI/CLI.hpp>
-
 #include <sys/resource.h>
 
 #include <memory>
@@ -265,32 +263,25 @@ int run(BenchOptions options) {
 
 }  // namespace
 
-void add_bench(CLI::App& app, Action& action) {
+void add_bench(Command app, Action& action) {
   auto options = std::make_shared<BenchOptions>();
-  CLI::App& command = *app.add_subcommand("bench", "Measure speed");
-  command.footer(kFooter);
+  const Command command = app.subcommand("bench", "Measure speed", kFooter);
   add_model_path(command, options->model);
   const auto lengths = [&](const char* flag, std::vector<int>& values, const char* text) {
-    command.add_option(flag, values, text)
-        ->delimiter(',')
-        ->allow_extra_args(false)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->type_name("N[,N...]");
+    command.option(flag, values, text).separator(',').repeatable().type("N[,N...]");
   };
   lengths("-p,--prompt", options->prompts, "Lengths of prompts; 0: none. Default: 512");
   lengths("-n,--generate", options->generations, "Tokens to generate; 0: none. Default: 64");
   lengths("-d,--depth", options->depths, "Tokens in the cache before. Default: 0");
-  command.add_option("-r,--repetitions", options->repetitions, "Runs of each test. Default: 5")
-      ->type_name("N");
-  command.add_option("--rows", options->rows, "Sequences that run together. Default: 1")
-      ->type_name("N");
-  command.add_option("-s,--seed", options->seed, "Of the random tokens. Default: 1")
-      ->type_name("N");
-  command.add_option("-o,--output", options->format, "md, csv or json. Default: md")
-      ->check(CLI::IsMember({"md", "csv", "json"}))
-      ->type_name("FORMAT");
-  command.add_flag("--json", options->json, "The same as -o json");
-  command.add_flag("--no-bandwidth", options->no_bandwidth, "Leave the memory bandwidth out");
+  command.option("-r,--repetitions", options->repetitions, "Runs of each test. Default: 5")
+      .type("N");
+  command.option("--rows", options->rows, "Sequences that run together. Default: 1").type("N");
+  command.option("-s,--seed", options->seed, "Of the random tokens. Default: 1").type("N");
+  command.option("-o,--output", options->format, "md, csv or json. Default: md")
+      .one_of({"md", "csv", "json"})
+      .type("FORMAT");
+  command.flag("--json", options->json, "The same as -o json");
+  command.flag("--no-bandwidth", options->no_bandwidth, "Leave the memory bandwidth out");
   add_engine_options(command, options->model);
   command.callback([options, &action] { action = [options] { return run(*options); }; });
 }

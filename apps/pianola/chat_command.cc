@@ -1,6 +1,4 @@
 // pianola chat: a conversation at the terminal.
-#include <CLI/CLI.hpp>
-
 #include <unistd.h>
 
 #include <memory>
@@ -224,15 +222,13 @@ int run(const ChatOptions& options) {
 
 }  // namespace
 
-void add_chat(CLI::App& app, Action& action) {
+void add_chat(Command app, Action& action) {
   auto options = std::make_shared<ChatOptions>();
-  CLI::App& command = *app.add_subcommand("chat", "Talk with a model");
-  command.footer(kFooter);
+  const Command command = app.subcommand("chat", "Talk with a model", kFooter);
   add_model_path(command, options->model);
-  command.add_option("--load", options->load, "Go on with a conversation that /save wrote")
-      ->type_name("FILE");
-  with_environment(command.add_flag("-q,--quiet", options->quiet, "No notes at the start"),
-                   "PIANOLA_QUIET");
+  command.option("--load", options->load, "Go on with a conversation that /save wrote")
+      .type("FILE");
+  command.flag("-q,--quiet", options->quiet, "No notes at the start").environment("PIANOLA_QUIET");
   add_generation_options(command, options->generation, -1);
   add_engine_options(command, options->model);
   command.callback([options, &action] { action = [options] { return run(*options); }; });

@@ -1,7 +1,5 @@
 // pianola check: whether a model gives the same on every executor of its backend, how near it is to
 // another backend, and what works with it.
-#include <CLI/CLI.hpp>
-
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -249,26 +247,25 @@ int run(const CheckOptions& options) {
 
 }  // namespace
 
-void add_check(CLI::App& app, Action& action) {
+void add_check(Command app, Action& action) {
   auto options = std::make_shared<CheckOptions>();
-  CLI::App& command = *app.add_subcommand("check", "Whether a model gives the same everywhere");
-  command.footer(kFooter);
+  const Command command =
+      app.subcommand("check", "Whether a model gives the same everywhere", kFooter);
   add_model_path(command, options->model);
-  command.add_option("MODEL", options->path, "The same as -m");
+  command.option("MODEL", options->path, "The same as -m");
   command
-      .add_option("-n,--tokens", options->settings.tokens,
-                  "Tokens of the longest answer. Default: 96")
-      ->type_name("N");
-  command.add_option("--seed", options->settings.seed, "Of draws and of a prompt without text")
-      ->type_name("N");
+      .option("-n,--tokens", options->settings.tokens, "Tokens of the longest answer. Default: 96")
+      .type("N");
+  command.option("--seed", options->settings.seed, "Of draws and of a prompt without text")
+      .type("N");
   command
-      .add_option("--against", options->settings.against,
-                  "Whose log-probabilities to compare with: reference, cpu, none, or auto: the "
-                  "reference for as many tokens as take some seconds, else cpu")
-      ->check(CLI::IsMember({"auto", "reference", "cpu", "none"}))
-      ->type_name("NAME");
-  command.add_flag("--no-support", options->no_support, "Without the table of what works");
-  command.add_flag("--json", options->json, "One JSON object");
+      .option("--against", options->settings.against,
+              "Whose log-probabilities to compare with: reference, cpu, none, or auto: the "
+              "reference for as many tokens as take some seconds, else cpu")
+      .one_of({"auto", "reference", "cpu", "none"})
+      .type("NAME");
+  command.flag("--no-support", options->no_support, "Without the table of what works");
+  command.flag("--json", options->json, "One JSON object");
   add_engine_options(command, options->model);
   command.callback([options, &action] {
     if (!options->path.empty()) options->model.path = options->path;

@@ -5,22 +5,20 @@
 
 #include <functional>
 
-namespace CLI {
-class App;
-}
+#include "command_line.h"
 
 namespace pianola::cli {
 
 using Action = std::function<int()>;
 
-void add_run(CLI::App& app, Action& action);
-void add_chat(CLI::App& app, Action& action);
-void add_score(CLI::App& app, Action& action);
-void add_bench(CLI::App& app, Action& action);
-void add_inspect(CLI::App& app, Action& action);
-void add_plan(CLI::App& app, Action& action);
-void add_check(CLI::App& app, Action& action);
-void add_doctor(CLI::App& app, Action& action);
+void add_run(Command app, Action& action);
+void add_chat(Command app, Action& action);
+void add_score(Command app, Action& action);
+void add_bench(Command app, Action& action);
+void add_inspect(Command app, Action& action);
+void add_plan(Command app, Action& action);
+void add_check(Command app, Action& action);
+void add_doctor(Command app, Action& action);
 
 // A generation that ended because the model gave NaN or infinite logits. Other failures have the
 // codes of pianola/error.h.

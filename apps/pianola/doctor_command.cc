@@ -1,7 +1,5 @@
 // pianola doctor: what this machine and this build are, and whether the kernels compute what they
 // should: one block for a bug report.
-#include <CLI/CLI.hpp>
-
 #include <sys/utsname.h>
 
 #include <fstream>
@@ -175,10 +173,9 @@ int run(const DoctorOptions& options) {
 
 }  // namespace
 
-void add_doctor(CLI::App& app, Action& action) {
+void add_doctor(Command app, Action& action) {
   auto options = std::make_shared<DoctorOptions>();
-  CLI::App& command = *app.add_subcommand("doctor", "Check this machine and build");
-  command.footer(kFooter);
+  const Command command = app.subcommand("doctor", "Check this machine and build", kFooter);
   add_model_path(command, options->model);
   add_engine_options(command, options->model);
   command.callback([options, &action] { action = [options] { return run(*options); }; });

@@ -1,7 +1,5 @@
 #include "generation_options.h"
 
-#include <CLI/CLI.hpp>
-
 #include <charconv>
 #include <filesystem>
 #include <limits>
@@ -16,12 +14,10 @@ namespace {
 
 constexpr std::size_t kMaxTemplateBytes = std::size_t{1} << 20;
 
-void add_sampling_options(CLI::App& command, GenerationOptions& options) {
+void add_sampling_options(Command command, GenerationOptions& options) {
   const auto add = [&](const char* flag, auto& value, const char* text, const char* env,
                        const char* type) {
-    with_environment(command.add_option(flag, value, text), env)
-        ->group("Sampling")
-        ->type_name(type);
+    command.option(flag, value, text).environment(env).group("Sampling").type(type);
   };
   add("-s,--seed", options.seed, "Seed of the draws. Default: a new one each time", "PIANOLA_SEED",
       "N");
@@ -42,15 +38,14 @@ void add_sampling_options(CLI::App& command, GenerationOptions& options) {
       "Subtracted once from tokens that occurred, -2 to 2", "PIANOLA_PRESENCE_PENALTY", "X");
   add("--frequency-penalty", options.frequency_penalty, "Subtracted for each occurrence, -2 to 2",
       "PIANOLA_FREQUENCY_PENALTY", "X");
-  with_environment(
-      command.add_option("-l,--logit-bias", options.logit_bias,
-                         "Added to a token's logit: ID+V, ID-V or TOKEN=V, as in 15043+1 or "
-                         "' the=-inf'. Repeatable; in the environment, one a line"),
-      "PIANOLA_LOGIT_BIAS")
-      ->group("Sampling")
-      ->type_name("BIAS")
-      ->allow_extra_args(false)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command
+      .option("-l,--logit-bias", options.logit_bias,
+              "Added to a token's logit: ID+V, ID-V or TOKEN=V, as in 15043+1 or "
+              "' the=-inf'. Repeatable; in the environment, one a line")
+      .environment("PIANOLA_LOGIT_BIAS")
+      .group("Sampling")
+      .type("BIAS")
+      .repeatable();
 }
 
 float parse_bias_value(std::string_view text, const std::string& whole) {
@@ -98,40 +93,37 @@ void replace(T& value, const std::optional<T>& chosen) {
 
 }  // namespace
 
-void add_generation_options(CLI::App& command, GenerationOptions& options, int default_max_tokens) {
+void add_generation_options(Command command, GenerationOptions& options, int default_max_tokens) {
   options.max_tokens = default_max_tokens;
   const std::string default_text =
       default_max_tokens < 0 ? "none" : std::to_string(default_max_tokens);
-  with_environment(command.add_option("-n,--max-tokens", options.max_tokens,
-                                      "Tokens of an answer; -1 is no limit, 0 only computes the "
-                                      "prompt. Default: " +
-                                          default_text),
-                   "PIANOLA_MAX_TOKENS")
-      ->type_name("N");
+  command
+      .option("-n,--max-tokens", options.max_tokens,
+              "Tokens of an answer; -1 is no limit, 0 only computes the prompt. Default: " +
+                  default_text)
+      .environment("PIANOLA_MAX_TOKENS")
+      .type("N");
   options.stop =
-      with_environment(
-          command.add_option("--stop", "Ends the answer before this text; repeatable, at most 16"),
-          "PIANOLA_STOP")
-          ->type_name("TEXT")
-          ->type_size(1)
-          ->expected(1)
-          ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  with_environment(command.add_flag("--ignore-eos", options.ignore_eos,
-                                    "Go on where the model wants to end its answer"),
-                   "PIANOLA_IGNORE_EOS");
-  with_environment(command.add_option("--system", options.system, "The system message"),
-                   "PIANOLA_SYSTEM")
-      ->type_name("TEXT");
-  with_environment(
-      command.add_option("--chat-template", options.chat_template,
-                         "chatml, or a file with a Jinja template. Default: the model's own"),
-      "PIANOLA_CHAT_TEMPLATE")
-      ->type_name("NAME|FILE");
-  with_environment(command.add_option("--template-vars", options.template_variables,
-                                      "Variables of the template, as in "
-                                      "'{\"enable_thinking\": false}'"),
-                   "PIANOLA_TEMPLATE_VARS")
-      ->type_name("JSON");
+      command.option("--stop", "Ends the answer before this text; repeatable, at most 16")
+          .environment("PIANOLA_STOP")
+          .type("TEXT")
+          .verbatim()
+          .repeatable();
+  command.flag("--ignore-eos", options.ignore_eos, "Go on where the model wants to end its answer")
+      .environment("PIANOLA_IGNORE_EOS");
+  command.option("--system", options.system, "The system message")
+      .environment("PIANOLA_SYSTEM")
+      .type("TEXT");
+  command
+      .option("--chat-template", options.chat_template,
+              "chatml, or a file with a Jinja template. Default: the model's own")
+      .environment("PIANOLA_CHAT_TEMPLATE")
+      .type("NAME|FILE");
+  command
+      .option("--template-vars", options.template_variables,
+              "Variables of the template, as in '{\"enable_thinking\": false}'")
+      .environment("PIANOLA_TEMPLATE_VARS")
+      .type("JSON");
   add_sampling_options(command, options);
 }
 
@@ -159,7 +151,7 @@ GenerationRequest make_request(const GenerationOptions& options, const Model& mo
     }
   }
   request.max_tokens = options.max_tokens;
-  if (options.stop && options.stop->count() > 0) request.stop = options.stop->results();
+  if (options.stop.given()) request.stop = options.stop.values();
   request.ignore_eos = options.ignore_eos;
   return request;
 }

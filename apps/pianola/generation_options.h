@@ -12,13 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "pianola/generator.h"
 #include "pianola/model.h"
-
-namespace CLI {
-class App;
-class Option;
-}  // namespace CLI
 
 namespace pianola::cli {
 
@@ -29,7 +25,7 @@ struct GenerationOptions {
   std::optional<int> top_k, penalty_window;
   std::optional<std::uint64_t> seed;
   std::vector<std::string> logit_bias;
-  const CLI::Option* stop = nullptr;  // its raw texts: CLI11 would read [a,b] as a list
+  Option stop;  // verbatim
   int max_tokens = -1;
   bool ignore_eos = false;
   bool logprobs = false;
@@ -39,7 +35,7 @@ struct GenerationOptions {
   std::string template_variables;  // JSON object
 };
 
-void add_generation_options(CLI::App& command, GenerationOptions& options, int default_max_tokens);
+void add_generation_options(Command command, GenerationOptions& options, int default_max_tokens);
 
 // Throws InvalidArgument for a bias that names no token.
 GenerationRequest make_request(const GenerationOptions& options, const Model& model);

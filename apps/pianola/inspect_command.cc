@@ -1,7 +1,5 @@
 // pianola inspect: what is in a model's files, and what would be recorded for it. Reads no weights,
 // unless asked to load the model and to measure what its graphs take.
-#include <CLI/CLI.hpp>
-
 #include <map>
 #include <memory>
 #include <optional>
@@ -312,24 +310,23 @@ int run(const InspectOptions& options) {
 
 }  // namespace
 
-void add_inspect(CLI::App& app, Action& action) {
+void add_inspect(Command app, Action& action) {
   auto options = std::make_shared<InspectOptions>();
-  CLI::App& command = *app.add_subcommand("inspect", "What is in a model's files");
-  command.footer(kFooter);
+  const Command command = app.subcommand("inspect", "What is in a model's files", kFooter);
   add_model_path(command, options->model);
-  CLI::Option* plan =
-      command.add_option("--plan", options->plan_filter,
-                         "The recorded steps as text; with SHAPE, those that contain it");
-  plan->expected(0, 1)->type_name("SHAPE");
-  command.add_flag("--measure", options->measure,
-                   "Loads the model and shows captures, their seconds and their bytes");
-  command.add_flag("--no-tensors", options->no_tensors, "Only the totals of the tensors");
-  command.add_flag("--full", options->full, "Long values in full");
-  command.add_flag("--json", options->json, "One JSON object");
+  const Option plan =
+      command.option("--plan", options->plan_filter,
+                     "The recorded steps as text; with SHAPE, those that contain it");
+  plan.optional_value().type("SHAPE");
+  command.flag("--measure", options->measure,
+               "Loads the model and shows captures, their seconds and their bytes");
+  command.flag("--no-tensors", options->no_tensors, "Only the totals of the tensors");
+  command.flag("--full", options->full, "Long values in full");
+  command.flag("--json", options->json, "One JSON object");
   add_slots_option(command, options->model);
   add_engine_options(command, options->model);
   command.callback([options, plan, &action] {
-    options->with_plan = plan->count() > 0;
+    options->with_plan = plan.given();
     action = [options] { return run(*options); };
   });
 }

@@ -1,6 +1,4 @@
 // pianola: one program, a subcommand for each thing to do with a model.
-#include <CLI/CLI.hpp>
-
 #include <langinfo.h>
 
 #include <clocale>
@@ -10,6 +8,7 @@
 
 #include "build_info.h"
 #include "command.h"
+#include "command_line.h"
 #include "pianola/error.h"
 #include "signals.h"
 #include "terminal.h"
@@ -62,43 +61,25 @@ int main_program(int argc, char** argv) {
   use_utf8();
   install_signal_handlers();
 
-  CLI::App app("Runs autoregressive language models from one recorded step over static caches.",
-               "pianola");
-  app.set_version_flag("--version", std::string("pianola ") + version());
-  app.require_subcommand(1);
-  // As everywhere: an option given twice counts as given last. Lists say otherwise.
-  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  app.get_formatter()->column_width(34);
-  app.footer(kFooter);
+  CommandLine line("pianola",
+                   "Runs autoregressive language models from one recorded step over static caches.",
+                   version(), kFooter);
   Action action;
-  add_run(app, action);
-  add_chat(app, action);
-  add_score(app, action);
-  add_bench(app, action);
-  add_inspect(app, action);
-  add_plan(app, action);
-  add_check(app, action);
-  add_doctor(app, action);
+  add_run(line.root(), action);
+  add_chat(line.root(), action);
+  add_score(line.root(), action);
+  add_bench(line.root(), action);
+  add_inspect(line.root(), action);
+  add_plan(line.root(), action);
+  add_check(line.root(), action);
+  add_doctor(line.root(), action);
 
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForVersion& version_text) {
-    return run_action([&] {
-      put(std::string(version_text.what()) + "\n");
-      return 0;
-    });
-  } catch (const CLI::Success&) {
-    return run_action([&] {
-      put(app.help());
-      return 0;
-    });
-  } catch (const CLI::ParseError& error) {
-    std::string command = "pianola";
-    for (const CLI::App* sub : app.get_subcommands()) command += " " + sub->get_name();
-    return report(fmt::format("{}; see `{} --help`", error.what(), command).c_str(),
-                  Error(ErrorCode::kInvalidArgument, "").exit_code());
-  }
-  return run_action(action);
+  return run_action([&] {
+    const std::optional<std::string> text = line.parse(argc, argv);
+    if (!text) return action();
+    put(*text);
+    return 0;
+  });
 }
 
 }  // namespace

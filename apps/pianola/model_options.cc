@@ -1,7 +1,5 @@
 #include "model_options.h"
 
-#include <CLI/CLI.hpp>
-
 #include <chrono>
 #include <cmath>
 
@@ -27,23 +25,19 @@ std::string isa_list() {
 
 }  // namespace
 
-CLI::Option* with_environment(CLI::Option* option, const char* variable) {
-  return option->envname(variable);
+void add_model_path(Command command, ModelOptions& options) {
+  command
+      .option("-m,--model", options.path,
+              "Model: a GGUF file, or a folder with config.json and safetensors")
+      .environment("PIANOLA_MODEL");
 }
 
-CLI::Option* add_model_path(CLI::App& command, ModelOptions& options) {
-  return with_environment(
-      command.add_option("-m,--model", options.path,
-                         "Model: a GGUF file, or a folder with config.json and safetensors"),
-      "PIANOLA_MODEL");
-}
-
-void add_engine_options(CLI::App& command, ModelOptions& options) {
+void add_engine_options(Command command, ModelOptions& options) {
   EngineOptions& engine = options.engine;
   const std::string group = "Engine";
   const auto add = [&](const char* flag, auto& value, const std::string& text, const char* env,
                        const char* type) {
-    with_environment(command.add_option(flag, value, text), env)->group(group)->type_name(type);
+    command.option(flag, value, text).environment(env).group(group).type(type);
   };
   add("-c,--ctx", engine.max_seq_len,
       "Tokens that a sequence can hold. Default: the least of the model's own, 8192 and what fits",
@@ -55,7 +49,7 @@ void add_engine_options(CLI::App& command, ModelOptions& options) {
       "NAME");
   add("--gpu", engine.device, "Which GPU the cuda backend takes. Default: 0", "PIANOLA_GPU", "N");
   const auto flag = [&](const char* name, bool& value, const char* text, const char* env) {
-    with_environment(command.add_flag(name, value, text), env)->group(group);
+    command.flag(name, value, text).environment(env).group(group);
   };
   flag("--eager", engine.eager, "cuda: op by op, not as a captured graph", "PIANOLA_EAGER");
   flag("--check-each", engine.check_each, "cuda, with --eager: name the op that fails",
@@ -84,12 +78,11 @@ void add_engine_options(CLI::App& command, ModelOptions& options) {
       "PIANOLA_MEMORY", "BYTES");
 }
 
-void add_slots_option(CLI::App& command, ModelOptions& options) {
-  with_environment(
-      command.add_option("--slots", options.engine.slots, "Sequences at a time. Default: 1"),
-      "PIANOLA_SLOTS")
-      ->group("Engine")
-      ->type_name("N");
+void add_slots_option(Command command, ModelOptions& options) {
+  command.option("--slots", options.engine.slots, "Sequences at a time. Default: 1")
+      .environment("PIANOLA_SLOTS")
+      .group("Engine")
+      .type("N");
 }
 
 std::size_t parse_bytes(const std::string& text) {

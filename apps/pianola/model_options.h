@@ -12,13 +12,9 @@
 #include <optional>
 #include <string>
 
+#include "command_line.h"
 #include "pianola/engine.h"
 #include "pianola/model.h"
-
-namespace CLI {
-class App;
-class Option;
-}  // namespace CLI
 
 namespace pianola::cli {
 
@@ -30,12 +26,9 @@ struct ModelOptions {
 };
 
 // Declares -m alone, and the options of the engine.
-CLI::Option* add_model_path(CLI::App& command, ModelOptions& options);
-void add_engine_options(CLI::App& command, ModelOptions& options);
-void add_slots_option(CLI::App& command, ModelOptions& options);
-
-// Names an option's environment variable: it is shown in --help, and the option wins.
-CLI::Option* with_environment(CLI::Option* option, const char* variable);
+void add_model_path(Command command, ModelOptions& options);
+void add_engine_options(Command command, ModelOptions& options);
+void add_slots_option(Command command, ModelOptions& options);
 
 // The options as the engine takes them. Throws InvalidArgument.
 EngineOptions engine_options(const ModelOptions& options);

@@ -1,6 +1,4 @@
 // pianola plan: what a model takes and whether it fits, before anything is loaded.
-#include <CLI/CLI.hpp>
-
 #include <memory>
 #include <optional>
 
@@ -106,14 +104,14 @@ int run(const PlanOptions& options) {
 
 }  // namespace
 
-void add_plan(CLI::App& app, Action& action) {
+void add_plan(Command app, Action& action) {
   auto options = std::make_shared<PlanOptions>();
-  CLI::App& command = *app.add_subcommand("plan", "Whether a model fits, before it is loaded");
-  command.footer(kFooter);
+  const Command command =
+      app.subcommand("plan", "Whether a model fits, before it is loaded", kFooter);
   add_model_path(command, options->model);
-  command.add_flag("--measure", options->measure,
-                   "Loads the model and shows captures, their seconds and their bytes");
-  command.add_flag("--json", options->json, "One JSON object; sizes in bytes");
+  command.flag("--measure", options->measure,
+               "Loads the model and shows captures, their seconds and their bytes");
+  command.flag("--json", options->json, "One JSON object; sizes in bytes");
   add_slots_option(command, options->model);
   add_engine_options(command, options->model);
   command.callback([options, &action] { action = [options] { return run(*options); }; });

@@ -1,7 +1,5 @@
 #include "prompt_source.h"
 
-#include <CLI/CLI.hpp>
-
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,10 +23,10 @@ constexpr const char* kFileVariable = "PIANOLA_FILE";
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
 // Whether an option was given on the command line, and not only by its variable.
-bool is_on_command_line(const CLI::Option* option, const char* variable) {
-  if (option->count() == 0) return false;
+bool is_on_command_line(Option option, const char* variable) {
+  if (!option.given()) return false;
   const char* value = std::getenv(variable);
-  return !value || option->results().front() != value;
+  return !value || option.values().front() != value;
 }
 
 std::string read_stdin() {
@@ -51,34 +49,35 @@ std::string read_stdin() {
 
 }  // namespace
 
-void add_prompt_source(CLI::App& command, PromptSource& source, const char* what) {
-  // No variable is bound: CLI11 would read "[a,b]" as a list, and "{}" as nothing.
-  const auto single = [](CLI::Option* option) {
-    return option->type_name("TEXT")->type_size(1)->expected(1);
-  };
-  source.argument = single(command.add_option(
-      what, "The text; - or nothing reads standard input, where that is not a terminal"));
-  source.option =
-      with_environment(single(command.add_option("-p,--prompt", "The text")), kPromptVariable);
-  source.file = with_environment(
-      single(command.add_option("-f,--file", "A file with the text; - is standard input"))
-          ->type_name("FILE"),
-      kFileVariable);
+void add_prompt_source(Command command, PromptSource& source, const char* what) {
+  source.argument =
+      command
+          .option(what, "The text; - or nothing reads standard input, where that is not a terminal")
+          .type("TEXT")
+          .verbatim();
+  source.option = command.option("-p,--prompt", "The text")
+                      .type("TEXT")
+                      .verbatim()
+                      .environment(kPromptVariable);
+  source.file = command.option("-f,--file", "A file with the text; - is standard input")
+                    .type("FILE")
+                    .verbatim()
+                    .environment(kFileVariable);
 }
 
 std::string read_prompt(const PromptSource& source) {
-  std::vector<const CLI::Option*> given;
-  if (source.argument->count() > 0) given.push_back(source.argument);
+  std::vector<Option> given;
+  if (source.argument.given()) given.push_back(source.argument);
   if (is_on_command_line(source.option, kPromptVariable)) given.push_back(source.option);
   if (is_on_command_line(source.file, kFileVariable)) given.push_back(source.file);
   if (given.size() > 1) {
-    fail(ErrorCode::kInvalidArgument, "{} and {}: only one text can be given", given[0]->get_name(),
-         given[1]->get_name());
+    fail(ErrorCode::kInvalidArgument, "{} and {}: only one text can be given", given[0].name(),
+         given[1].name());
   }
   // What the environment says counts when the command line says nothing.
-  const CLI::Option* chosen = given.empty() ? nullptr : given.front();
-  if (!chosen && source.option->count() > 0) chosen = source.option;
-  if (!chosen && source.file->count() > 0) chosen = source.file;
+  Option chosen = given.empty() ? Option() : given.front();
+  if (!chosen && source.option.given()) chosen = source.option;
+  if (!chosen && source.file.given()) chosen = source.file;
   if (!chosen) {
     if (is_terminal(STDIN_FILENO)) {
       fail(ErrorCode::kInvalidArgument,
@@ -86,7 +85,7 @@ std::string read_prompt(const PromptSource& source) {
     }
     return read_stdin();
   }
-  const std::string& text = chosen->results().front();
+  const std::string& text = chosen.values().front();
   if (chosen == source.file) {
     return text == "-" ? read_stdin() : read_text_file(text, kMaxPromptBytes);
   }

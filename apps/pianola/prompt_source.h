@@ -10,22 +10,18 @@
 #include <string_view>
 #include <vector>
 
+#include "command_line.h"
 #include "pianola/tokenizer.h"
-
-namespace CLI {
-class App;
-class Option;
-}  // namespace CLI
 
 namespace pianola::cli {
 
 struct PromptSource {
-  const CLI::Option* argument = nullptr;
-  const CLI::Option* option = nullptr;
-  const CLI::Option* file = nullptr;
+  Option argument;
+  Option option;
+  Option file;
 };
 
-void add_prompt_source(CLI::App& command, PromptSource& source, const char* what);
+void add_prompt_source(Command command, PromptSource& source, const char* what);
 
 // The bytes as they are. Standard input is read when it is asked for ("-"), or when nothing else is
 // named and it is no terminal. Throws InvalidArgument when there is none or more than one.

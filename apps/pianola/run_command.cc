@@ -1,6 +1,4 @@
 // pianola run: one prompt, one answer.
-#include <CLI/CLI.hpp>
-
 #include <memory>
 
 #include "base/check.h"
@@ -170,22 +168,20 @@ int run(const RunOptions& options) {
 
 }  // namespace
 
-void add_run(CLI::App& app, Action& action) {
+void add_run(Command app, Action& action) {
   auto options = std::make_shared<RunOptions>();
-  CLI::App& command = *app.add_subcommand("run", "Answer one prompt");
-  command.footer(kFooter);
+  const Command command = app.subcommand("run", "Answer one prompt", kFooter);
   add_model_path(command, options->model);
   add_prompt_source(command, options->prompt, "PROMPT");
-  command.add_flag("--raw", options->raw, "Plain text: no chat template");
-  command.add_flag("--special", options->special,
-                   "With --raw: names of control tokens in the text mean those tokens");
-  command.add_flag("--ids", options->ids, "The prompt is token ids: 1 2 3");
-  command.add_flag("--json", options->json,
-                   "One JSON object: text, tokens, finish_reason, usage, timings, model");
-  with_environment(command.add_flag("-q,--quiet", options->quiet, "No line of figures"),
-                   "PIANOLA_QUIET");
-  command.add_flag("--logprobs", options->generation.logprobs,
-                   "The log-probability of each token: in the JSON, else on standard error");
+  command.flag("--raw", options->raw, "Plain text: no chat template");
+  command.flag("--special", options->special,
+               "With --raw: names of control tokens in the text mean those tokens");
+  command.flag("--ids", options->ids, "The prompt is token ids: 1 2 3");
+  command.flag("--json", options->json,
+               "One JSON object: text, tokens, finish_reason, usage, timings, model");
+  command.flag("-q,--quiet", options->quiet, "No line of figures").environment("PIANOLA_QUIET");
+  command.flag("--logprobs", options->generation.logprobs,
+               "The log-probability of each token: in the JSON, else on standard error");
   add_generation_options(command, options->generation, 512);
   add_engine_options(command, options->model);
   command.callback([options, &action] { action = [options] { return run(*options); }; });

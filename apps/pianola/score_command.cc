@@ -1,6 +1,4 @@
 // pianola score: how likely a text is.
-#include <CLI/CLI.hpp>
-
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -211,28 +209,27 @@ int run(ScoreOptions options) {
 
 }  // namespace
 
-void add_score(CLI::App& app, Action& action) {
+void add_score(Command app, Action& action) {
   auto options = std::make_shared<ScoreOptions>();
-  CLI::App& command = *app.add_subcommand("score", "Log-probability of each token of a text");
-  command.footer(kFooter);
+  const Command command =
+      app.subcommand("score", "Log-probability of each token of a text", kFooter);
   add_model_path(command, options->model);
   add_prompt_source(command, options->text, "TEXT");
-  command.add_flag("--ids", options->ids, "The text is token ids: 1 2 3");
-  command.add_flag("--special", options->special,
-                   "Names of control tokens in the text mean those tokens");
-  command.add_flag("--no-add-special", options->no_special,
-                   "Without the tokens that the vocabulary puts around a text");
-  command.add_option("--window", options->window, "Tokens of a window. Default: the context")
-      ->type_name("N");
-  command.add_option("--stride", options->stride, "From window to window. Default: half of one")
-      ->type_name("N");
+  command.flag("--ids", options->ids, "The text is token ids: 1 2 3");
+  command.flag("--special", options->special,
+               "Names of control tokens in the text mean those tokens");
+  command.flag("--no-add-special", options->no_special,
+               "Without the tokens that the vocabulary puts around a text");
+  command.option("--window", options->window, "Tokens of a window. Default: the context").type("N");
+  command.option("--stride", options->stride, "From window to window. Default: half of one")
+      .type("N");
   command
-      .add_option("--dump-logits", options->dump_logits,
-                  "Writes float32 logits [tokens, vocabulary]; the text must fit one window")
-      ->type_name("FILE");
-  command.add_flag("--json", options->json, "One JSON object: tokens, logprobs, perplexity");
-  with_environment(command.add_flag("-q,--quiet", options->quiet, "Only the line with the sums"),
-                   "PIANOLA_QUIET");
+      .option("--dump-logits", options->dump_logits,
+              "Writes float32 logits [tokens, vocabulary]; the text must fit one window")
+      .type("FILE");
+  command.flag("--json", options->json, "One JSON object: tokens, logprobs, perplexity");
+  command.flag("-q,--quiet", options->quiet, "Only the line with the sums")
+      .environment("PIANOLA_QUIET");
   add_engine_options(command, options->model);
   command.callback([options, &action] { action = [options] { return run(*options); }; });
 }

@@ -1,5 +1,7 @@
 #include "tokenizer/jinja_value.h"
 
+#include <boost/json.hpp>
+
 #include <time.h>
 
 #include <algorithm>

@@ -11,7 +11,7 @@
 //   const Value* role = v.dict().find("role");
 #pragma once
 
-#include <boost/json.hpp>
+#include <boost/json/fwd.hpp>
 
 #include <atomic>
 #include <cstdint>

@@ -74,12 +74,10 @@ void Checkpoint::drop_all() const noexcept {
   for (const MappedFile& file : parts_.files) file.drop(0, file.bytes().size());
 }
 
-const boost::json::value* Checkpoint::config() const {
-  return parts_.config ? &*parts_.config : nullptr;
-}
+const boost::json::value* Checkpoint::config() const { return parts_.config.get(); }
 
 const boost::json::value* Checkpoint::generation_config() const {
-  return parts_.generation_config ? &*parts_.generation_config : nullptr;
+  return parts_.generation_config.get();
 }
 
 std::uint64_t Checkpoint::total_bytes() const {

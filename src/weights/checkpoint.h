@@ -16,7 +16,7 @@
 // SIGBUS at the first read beyond its new end; turning that into a message belongs to the program.
 #pragma once
 
-#include <boost/json/value.hpp>
+#include <boost/json/fwd.hpp>
 
 #include <cstdint>
 #include <filesystem>
@@ -95,8 +95,8 @@ class Checkpoint {
     std::vector<MappedFile> files;
     std::vector<TensorInfo> tensors;
     Metadata metadata;
-    std::optional<boost::json::value> config;
-    std::optional<boost::json::value> generation_config;
+    std::shared_ptr<const boost::json::value> config;  // nullptr when there is none
+    std::shared_ptr<const boost::json::value> generation_config;
   };
   // Throws InvalidModel when two tensors have one name.
   Checkpoint(std::filesystem::path folder, Parts parts);

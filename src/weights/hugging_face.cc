@@ -54,14 +54,14 @@ bool is_there(const fs::path& path) {
 }
 
 // nullopt when the folder has no such file.
-std::optional<json::value> read_config(const fs::path& folder, const std::string& name) {
-  if (!is_there(folder / name)) return std::nullopt;
+std::shared_ptr<const json::value> read_config(const fs::path& folder, const std::string& name) {
+  if (!is_there(folder / name)) return nullptr;
   const fs::path path = resolve_inside(folder, name);
   json::value value = parse_json(read_text_file(path, kMaxConfigBytes), name);
   if (!value.is_object()) {
     fail(ErrorCode::kInvalidModel, "{}: expected an object", path.string());
   }
-  return value;
+  return std::make_shared<const json::value>(std::move(value));
 }
 
 void add_file(const fs::path& path, Checkpoint::Parts& parts) {

@@ -45,6 +45,16 @@ void project(const BoundPlan& bound, WeightId weight_id, WeightId bias_id, const
   }
 }
 
+// One head at one position: in place where the cache holds f32, else widened into `buffer`.
+const float* load_head(DType dtype, const std::byte* slot, std::size_t index, int dim,
+                       float* buffer) {
+  if (dtype == DType::kF32) return reinterpret_cast<const float*>(slot) + index;
+  for (int i = 0; i < dim; ++i) {
+    buffer[i] = load_cache(dtype, slot, index + static_cast<std::size_t>(i));
+  }
+  return buffer;
+}
+
 void store_heads(DType dtype, std::byte* slot, std::int32_t position, int kv_heads, int dim,
                  const float* heads) {
   for (int h = 0; h < kv_heads; ++h) {
@@ -102,7 +112,9 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
   const StepState& s = bound.state();
   const LayerCacheView& cache = bound.cache(op.cache);
   const int group = op.heads / cache.kv_heads;
-  auto* scores = reinterpret_cast<float*>(bound.scratch());
+  auto* sums = reinterpret_cast<double*>(bound.scratch());
+  auto* scores = reinterpret_cast<float*>(sums + cache.value_dim);
+  float* buffer = scores + cache.capacity;
   for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
     float* out = bound.buffer(op.out) + t * bound.width(op.out);
     std::fill_n(out, bound.width(op.out), 0.0F);
@@ -114,12 +126,9 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
       double max = -std::numeric_limits<double>::infinity();
       for (std::int32_t p = 0; p <= position; ++p) {
         const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.key_dim);
-        double sum = 0;
-        for (int i = 0; i < cache.key_dim; ++i) {
-          sum += static_cast<double>(q[i]) *
-                 load_cache(cache.dtype, cache.key_slot(row), index + static_cast<std::size_t>(i));
-        }
-        scores[p] = static_cast<float>(sum * op.scale);
+        const float* key =
+            load_head(cache.dtype, cache.key_slot(row), index, cache.key_dim, buffer);
+        scores[p] = static_cast<float>(dot(q, key, cache.key_dim) * op.scale);
         max = std::max(max, static_cast<double>(scores[p]));
       }
       double total = 0;
@@ -128,16 +137,16 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
         scores[p] = static_cast<float>(weight);
         total += weight;
       }
-      float* head = out + static_cast<std::int64_t>(h) * cache.value_dim;
-      for (int i = 0; i < cache.value_dim; ++i) {
-        double sum = 0;
-        for (std::int32_t p = 0; p <= position; ++p) {
-          const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.value_dim);
-          sum += static_cast<double>(scores[p]) * load_cache(cache.dtype, cache.value_slot(row),
-                                                             index + static_cast<std::size_t>(i));
-        }
-        head[i] = static_cast<float>(sum / total);
+      std::fill_n(sums, cache.value_dim, 0.0);
+      for (std::int32_t p = 0; p <= position; ++p) {
+        const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.value_dim);
+        const float* value =
+            load_head(cache.dtype, cache.value_slot(row), index, cache.value_dim, buffer);
+        const double weight = scores[p];
+        for (int i = 0; i < cache.value_dim; ++i) sums[i] += weight * value[i];
       }
+      float* head = out + static_cast<std::int64_t>(h) * cache.value_dim;
+      for (int i = 0; i < cache.value_dim; ++i) head[i] = static_cast<float>(sums[i] / total);
     }
   }
 }

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "backends/reference/ops.h"
@@ -138,8 +139,11 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
   std::size_t bytes = 0;
   if (const auto* qkv = std::get_if<QkvOp>(&op)) {
     floats = plan.buffer(qkv->in).width + weight(qkv->k).rows + weight(qkv->v).rows;
-  } else if (std::holds_alternative<AttentionOp>(op)) {
-    floats = tables.cache_shape.capacity;
+  } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+    const FullAttentionSpec& cache =
+        tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    bytes = static_cast<std::size_t>(cache.value_dim) * sizeof(double);
+    floats = tables.cache_shape.capacity + std::max(cache.key_dim, cache.value_dim);
   } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
     floats = plan.buffer(mlp->in).width + 2 * weight(mlp->gate).rows;
   } else if (const auto* head = std::get_if<LmHeadOp>(&op)) {

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <boost/json.hpp>
 
 #include "file_builder.h"
 #include "tensor/quant_format.h"
