@@ -154,7 +154,7 @@ boost::json::object config_json(const CausalModel& model) {
   o["rope"] = rope_kind_name(c.rope.kind);
   o["rope_theta"] = c.rope.theta;
   if (c.rope.kind != RopeKind::kDefault) o["rope_factor"] = c.rope.factor;
-  if (c.sliding_window) o["sliding_window"] = *c.sliding_window;
+  if (const auto window = c.smallest_window()) o["sliding_window"] = *window;
   o["eos_token_ids"] = boost::json::value_from(c.eos_token_ids);
   return o;
 }

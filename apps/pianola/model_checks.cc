@@ -82,10 +82,6 @@ class Checker {
                             : static_cast<int>(std::min<std::int64_t>(
                                   model.causal()->config().max_position_embeddings, 1 << 20));
     tokens_ = std::min(settings.tokens, longest - prompt);
-    if (model.causal()->config().sliding_window) {
-      tokens_ = static_cast<int>(
-          std::min<std::int64_t>(tokens_, *model.causal()->config().sliding_window - prompt));
-    }
     if (settings.tokens < 1 || tokens_ < 1) {
       fail(ErrorCode::kInvalidArgument,
            "check: no room for an answer: {} tokens were asked for, and a sequence holds {}, of "

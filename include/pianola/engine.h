@@ -142,9 +142,12 @@ class Engine {
 
   // Forgets all but the first n tokens, 0 ≤ n ≤ history (which may hold tokens that nobody has
   // seen, see stream()); the caches keep what they hold of them, and the row is idle until
-  // something is appended. Throws ContextOverflow and changes nothing when n is out of range.
+  // something is appended. Throws ContextOverflow and changes nothing when n is out of range, or
+  // when a sliding window has let go of what they need: see max_rewind(). n = 0 always works.
   void keep_first(int row, int n);
   void drop_last(int row, int n);
+  // How many of the last tokens drop_last() can take back.
+  int max_rewind(int row) const;
   // Empty, and as good as new.
   void reset(int row);
 

@@ -41,7 +41,7 @@ CacheLayout layout_of(const KvCacheOptions& options) {
     fail(ErrorCode::kInvalidArgument, "cache: there must be 1 to {} layers, found {}", kMostLayers,
          options.layers.size());
   }
-  std::vector<FullAttentionSpec> specs;
+  std::vector<AttentionSpec> specs;
   double elements = 0;  // of one position: in 64 bits, the product of the largest options wraps
   for (const KvLayerShape& shape : options.layers) {
     check_dimension(specs.size(), "kv_heads", shape.kv_heads, kMostHeads);

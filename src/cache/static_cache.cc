@@ -1,7 +1,13 @@
 #include "cache/static_cache.h"
 
+#include <algorithm>
+
 namespace pianola {
 namespace {
+
+int whole_blocks(int positions) {
+  return (positions + kCacheBlock - 1) / kCacheBlock * kCacheBlock;
+}
 
 std::size_t slot_bytes(int capacity, int kv_heads, int dim, DType dtype) {
   return static_cast<std::size_t>(capacity) * static_cast<std::size_t>(kv_heads) *
@@ -10,7 +16,7 @@ std::size_t slot_bytes(int capacity, int kv_heads, int dim, DType dtype) {
 
 }  // namespace
 
-CacheLayout::CacheLayout(std::span<const FullAttentionSpec> layers, const CacheOptions& options)
+CacheLayout::CacheLayout(std::span<const AttentionSpec> layers, const CacheOptions& options)
     : layers_(layers.begin(), layers.end()), options_(options) {
   if (options.max_seq_len < 1 || options.max_seq_len > (1 << 24)) {
     fail(ErrorCode::kInvalidArgument, "cache: max_seq_len must be 1 to {}, found {}", 1 << 24,
@@ -24,17 +30,35 @@ CacheLayout::CacheLayout(std::span<const FullAttentionSpec> layers, const CacheO
     fail(ErrorCode::kUnsupported, "cache: element type {} (there are f32, f16 and bf16)",
          dtype_name(options.dtype));
   }
-  capacity_ = (options.max_seq_len + kCacheBlock - 1) / kCacheBlock * kCacheBlock;
+  capacity_ = whole_blocks(options.max_seq_len);
+}
+
+int CacheLayout::capacity(int layer) const {
+  const int window = layers_[static_cast<std::size_t>(layer)].window;
+  if (window == 0 || window >= capacity_) return capacity_;
+  return std::min(capacity_,
+                  whole_blocks(window + std::max(options_.rollback_depth, options_.chunk - 1)));
+}
+
+int CacheLayout::least_kept(int written) const {
+  int least = 0;
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    const int evicted = written - capacity(layer);  // positions below are gone
+    if (evicted > 0) {
+      least = std::max(least, evicted + layers_[static_cast<std::size_t>(layer)].window - 1);
+    }
+  }
+  return least;
 }
 
 std::size_t CacheLayout::key_bytes(int layer) const {
-  const FullAttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return slot_bytes(capacity_, spec.kv_heads, spec.key_dim, options_.dtype);
+  const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  return slot_bytes(capacity(layer), spec.kv_heads, spec.key_dim, options_.dtype);
 }
 
 std::size_t CacheLayout::value_bytes(int layer) const {
-  const FullAttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return slot_bytes(capacity_, spec.kv_heads, spec.value_dim, options_.dtype);
+  const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  return slot_bytes(capacity(layer), spec.kv_heads, spec.value_dim, options_.dtype);
 }
 
 std::size_t CacheLayout::bytes_per_slot() const {
@@ -60,13 +84,14 @@ StaticCache::StaticCache(const CacheLayout& layout, Arena& arena)
 }
 
 LayerCacheView StaticCache::layer(int index) const {
-  const FullAttentionSpec& spec = layout_.layers()[static_cast<std::size_t>(index)];
+  const AttentionSpec& spec = layout_.layers()[static_cast<std::size_t>(index)];
   const Region& region = regions_[static_cast<std::size_t>(index)];
   return {.dtype = layout_.options().dtype,
           .kv_heads = spec.kv_heads,
           .key_dim = spec.key_dim,
           .value_dim = spec.value_dim,
-          .capacity = layout_.capacity(),
+          .capacity = layout_.capacity(index),
+          .window = spec.window,
           .key_slot_bytes = layout_.key_bytes(index),
           .value_slot_bytes = layout_.value_bytes(index),
           .keys = arena_->address(region.keys),

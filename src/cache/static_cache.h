@@ -18,7 +18,8 @@ namespace pianola {
 struct CacheOptions {
   int max_seq_len = 0;     // tokens a slot can hold: the ceiling of all later calls
   int slots = 1;           // sequences at a time
-  int rollback_depth = 0;  // tokens that may be appended and taken back inside a step
+  int rollback_depth = 0;  // tokens that may be appended and taken back
+  int chunk = 1;           // most tokens of a row in one step
   DType dtype = DType::kF16;
 };
 
@@ -27,12 +28,16 @@ struct CacheOptions {
 class CacheLayout {
  public:
   CacheLayout() = default;
-  CacheLayout(std::span<const FullAttentionSpec> layers, const CacheOptions& options);
+  CacheLayout(std::span<const AttentionSpec> layers, const CacheOptions& options);
 
   const CacheOptions& options() const { return options_; }
-  std::span<const FullAttentionSpec> layers() const { return layers_; }
+  std::span<const AttentionSpec> layers() const { return layers_; }
   // max_seq_len rounded up to whole blocks.
   int capacity() const { return capacity_; }
+  // Positions that a layer holds: all, or its window and what a step or a rollback needs besides.
+  int capacity(int layer) const;
+  // The fewest first tokens, besides none, that a row can be cut back to which has held `written`.
+  int least_kept(int written) const;
   CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
   std::size_t key_bytes(int layer) const;    // of one slot
   std::size_t value_bytes(int layer) const;  // of one slot
@@ -40,7 +45,7 @@ class CacheLayout {
   std::size_t total_bytes() const;
 
  private:
-  std::vector<FullAttentionSpec> layers_;
+  std::vector<AttentionSpec> layers_;
   CacheOptions options_;
   int capacity_ = 0;
 };

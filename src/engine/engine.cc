@@ -218,6 +218,7 @@ void Engine::drop_last(int row, int n) {
   keep_first(row, static_cast<int>(size) - n);
 }
 void Engine::reset(int row) { keep_first(row, 0); }
+int Engine::max_rewind(int row) const { return impl_->rows->max_rewind(row); }
 
 bool Engine::has_work() const {
   const auto rows = impl_->rows->rows();

@@ -35,6 +35,28 @@ void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slo
                 static_cast<std::size_t>(blocks - whole) * block);
 }
 
+// What a window's ring holds besides the positions that the token at `length` attends to.
+void fill_ring(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim, int length) {
+  const std::size_t row = dtype_info(view.dtype).bytes * static_cast<std::size_t>(dim);
+  for (int place = 0; place < view.capacity; ++place) {
+    // The latest position below `length` that lies here, if there is one.
+    const int position = length - 1 - (length - 1 - place + view.capacity) % view.capacity;
+    if (length > 0 && position >= window_begin(length, view.window)) continue;
+    for (int head = 0; head < view.kv_heads; ++head) {
+      fill_with_nan(
+          backend,
+          slot + cache_index(place, head, view.kv_heads, dim) * row / static_cast<std::size_t>(dim),
+          row);
+    }
+  }
+}
+
+void fill_layer(Backend& backend, const LayerCacheView& view, int slot, int length) {
+  const auto fill = view.window > 0 ? fill_ring : fill_positions;
+  fill(backend, view, view.key_slot(slot), view.key_dim, length);
+  fill(backend, view, view.value_slot(slot), view.value_dim, length);
+}
+
 }  // namespace
 
 void EngineAudit::poison(Engine& engine) {
@@ -51,8 +73,7 @@ void EngineAudit::poison_slot(Engine& engine, int slot, int first) {
   Engine::Impl& e = *engine.impl_;
   e.settle();
   for (const LayerCacheView& view : e.caches) {
-    fill_positions(*e.backend, view, view.key_slot(slot), view.key_dim, first);
-    fill_positions(*e.backend, view, view.value_slot(slot), view.value_dim, first);
+    fill_layer(*e.backend, view, slot, first);
   }
 }
 

@@ -51,6 +51,7 @@ StepLimits step_limits(const EngineOptions& options, const std::vector<StepShape
 CacheOptions cache_options(const EngineOptions& options) {
   return {.max_seq_len = options.max_seq_len,
           .slots = options.slots,
+          .chunk = step_limits(options, step_shapes(options)).tokens,
           .dtype = cache_dtype(options.cache_type)};
 }
 
@@ -107,10 +108,11 @@ int logits_chunk_of(const EngineOptions& options) { return std::min(options.chun
 
 namespace {
 
-// The longest that a model can use: its own limit, its window, and the default.
-int longest_default(const ModelConfig& config) {
+// The longest that a model can use: its own limit, its window where the backend has none, and the
+// default.
+int longest_default(const ModelConfig& config, const Backend& backend) {
   std::int64_t length = std::min<std::int64_t>(config.max_position_embeddings, kDefaultMaxSeqLen);
-  if (config.sliding_window) length = std::min<std::int64_t>(length, *config.sliding_window);
+  if (!backend.has_windows()) length = std::min(length, config.smallest_window().value_or(length));
   return static_cast<int>(std::max<std::int64_t>(length, 1));
 }
 
@@ -118,7 +120,7 @@ int longest_default(const ModelConfig& config) {
 // counted as `longest` needs it, which is a little more than a shorter length does.
 int choose_max_seq_len(const CausalModel& model, EngineOptions options, const Backend& backend,
                        std::size_t available) {
-  int length = longest_default(model.config());
+  int length = longest_default(model.config(), backend);
   options.max_seq_len = length;
   options.memory_limit = available;
   const EngineLayout longest(model, options, backend);
@@ -148,12 +150,6 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
     options_.max_seq_len = choose_max_seq_len(model, options_, backend, available);
   }
   options_.chunk = std::min(options_.chunk, options_.max_seq_len);
-  if (model.config().sliding_window && options_.max_seq_len > *model.config().sliding_window) {
-    fail(ErrorCode::kUnsupported,
-         "engine options: max_seq_len {} is beyond the model's sliding window of {}, which this "
-         "release does not compute; choose at most {}",
-         options_.max_seq_len, *model.config().sliding_window, *model.config().sliding_window);
-  }
 
   tables_ = model.tables(options_.max_seq_len);
   cache_layout_ = CacheLayout(tables_.caches, cache_options(options_));

@@ -45,9 +45,10 @@ SamplingState sampling_state(const SamplingParams& p) {
 }  // namespace
 
 RowTable::RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size,
-                   Backend& backend)
+                   const CacheLayout& caches, Backend& backend)
     : rows_(static_cast<std::size_t>(rows)),
       state_(state),
+      caches_(&caches),
       backend_(&backend),
       max_seq_len_(max_seq_len),
       vocab_size_(vocab_size) {
@@ -72,6 +73,7 @@ int RowTable::open(const RowOptions& options) {
     if (rows_[i].open) continue;
     change(static_cast<int>(i), {.max_length = max_length(options)}, &options);
     rows_[i].open = true;
+    rows_[i].written = 0;
     rows_[i].history.clear();
     return static_cast<int>(i);
   }
@@ -133,10 +135,24 @@ void RowTable::keep_first(int index, int n) {
     fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot keep the first {}",
          index, row.history.size(), n);
   }
+  if (n > 0 && n < static_cast<int>(row.history.size()) - max_rewind(index)) {
+    fail(ErrorCode::kContextOverflow,
+         "engine: row {} holds {} tokens, of which the last {} can be taken back: its sliding "
+         "windows have let go of what the first {} need",
+         index, row.history.size(), max_rewind(index), n);
+  }
+  const int written = n == 0 ? 0 : std::max(row.written, row.length);
   change(index,
          {.length = std::min(row.length, n), .history_length = n, .max_length = row.max_length},
          nullptr);
+  row.written = written;
   row.history.resize(static_cast<std::size_t>(n));
+}
+
+int RowTable::max_rewind(int index) const {
+  const Row& r = row(index);
+  const int size = static_cast<int>(r.history.size());
+  return std::max(0, size - caches_->least_kept(std::max(r.written, r.length)));
 }
 
 void RowTable::apply(const TokenEvent& event) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backends/backend.h"
+#include "cache/static_cache.h"
 #include "pianola/engine.h"
 #include "plan/step_state.h"
 
@@ -14,17 +15,22 @@ namespace pianola {
 
 class RowTable {
  public:
-  RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size, Backend& backend);
+  // `caches` outlives the table.
+  RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size,
+           const CacheLayout& caches, Backend& backend);
 
   int open(const RowOptions& options);  // -1 when every row is taken
   void close(int row);
   void configure(int row, const RowOptions& options);
   void append(int row, std::span<const TokenId> tokens);
   void keep_first(int row, int n);
+  // Tokens of the history that can be taken back; all can be forgotten in any case.
+  int max_rewind(int row) const;
 
   struct Row {
     bool open = false;
-    int length = 0;  // tokens in the caches
+    int length = 0;   // tokens in the caches
+    int written = 0;  // the most they have held before tokens were taken back
     int max_length = 0;
     RowStatus status = RowStatus::kIdle;
     std::vector<TokenId> history;  // capacity max_seq_len + 1: never grows
@@ -61,6 +67,7 @@ class RowTable {
   std::vector<Row> rows_;
   RowState image_;  // what is written to the device
   StepState state_;
+  const CacheLayout* caches_;
   Backend* backend_;
   int max_seq_len_;
   int vocab_size_;

@@ -109,10 +109,10 @@ struct LayerKind {
 // The kinds of layer that the model has: a window counts as one only beyond its size.
 std::vector<LayerKind> layer_kinds(const ModelConfig& config) {
   const std::int64_t longest = std::min<std::int64_t>(kLength, config.max_position_embeddings);
-  if (!config.sliding_window) return {{"full attention", static_cast<int>(longest)}};
-  const std::int64_t window = *config.sliding_window;
-  return {{"full attention", static_cast<int>(std::min(longest, window))},
-          {"sliding window", static_cast<int>(window + 1)}};
+  const std::optional<std::int64_t> smallest = config.smallest_window();
+  if (!smallest) return {{"full attention", static_cast<int>(longest)}};
+  return {{"full attention", static_cast<int>(std::min(longest, *smallest))},
+          {"sliding window", static_cast<int>(*smallest + 1)}};
 }
 
 }  // namespace

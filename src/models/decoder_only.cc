@@ -126,12 +126,16 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
   tables.inverse_frequencies = table.constant("rope.inverse_frequencies",
                                               inverse_frequencies(checkpoint, config, max_seq_len));
   tables.attention_factor = rope_attention_scale(config.rope);
-  const FullAttentionSpec cache{static_cast<int>(config.num_key_value_heads),
-                                static_cast<int>(config.head_dim),
-                                static_cast<int>(config.head_dim)};
+  AttentionSpec cache{.kv_heads = static_cast<int>(config.num_key_value_heads),
+                      .key_dim = static_cast<int>(config.head_dim),
+                      .value_dim = static_cast<int>(config.head_dim)};
   for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     table.set_layer(layer);
     tables.layers.push_back(declare_layer(table, config));
+    const std::int64_t window =
+        config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
+    // One that no row outgrows is full attention.
+    cache.window = window < max_seq_len ? static_cast<int>(window) : 0;
     tables.caches.push_back(cache);
   }
   tables.final_norm = table.vector(Part::kFinalNorm, config.hidden_size);

@@ -45,9 +45,9 @@ std::string known_families(std::string_view Family::* field);
 // Absent is not null: transformers fills in its default only for the first.
 bool is_absent(const JsonObject& object, std::string_view key);
 
-// Accepts a window that no text within max_position_embeddings reaches; refuses a shorter one.
+// A window for the layers from `first_layer` on.
 void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
-                        ModelConfig& config);
+                        std::int64_t first_layer, ModelConfig& config);
 
 // Throws Unsupported naming the field's path.
 template <typename... Args>

@@ -1,7 +1,7 @@
-// Mistral with full attention. Reference: MistralForCausalLM of transformers.
+// Mistral. Reference: MistralForCausalLM of transformers.
 //
-// A Llama without biases. A sliding window that the context reaches is refused. Its GGUF files say
-// that they are llama.
+// A Llama without biases, with a sliding window in all layers or in none. Its GGUF files say that
+// they are llama.
 #include "models/family.h"
 
 namespace pianola {
@@ -10,7 +10,7 @@ namespace {
 void parse_mistral(const JsonObject& root, ModelConfig& config) {
   constexpr std::int64_t kDefaultWindow = 4096;  // transformers', when the field is absent
   set_sliding_window(
-      root, is_absent(root, "sliding_window") ? kDefaultWindow : root.find_int("sliding_window"),
+      root, is_absent(root, "sliding_window") ? kDefaultWindow : root.find_int("sliding_window"), 0,
       config);
 }
 

@@ -27,7 +27,7 @@ struct LayerWeights {
 // The weight table and where in it each part of a decoder lies.
 struct ModelTables {
   std::vector<WeightDecl> weights;
-  std::vector<FullAttentionSpec> caches;
+  std::vector<AttentionSpec> caches;
   WeightId embedding, final_norm, head, inverse_frequencies;
   std::vector<LayerWeights> layers;
   float attention_factor = 1;

@@ -1,5 +1,6 @@
 #include "models/model_config.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -121,8 +122,9 @@ void refuse_unsupported_fields(const JsonObject& root) {
       if (!type.is_string()) {
         fail(ErrorCode::kInvalidModel, "{}: expected strings", root.field_path("layer_types"));
       }
-      if (type.get_string() != "full_attention") {
-        fail_unsupported(root, "layer_types", "only full_attention, found '{}'",
+      if (type.get_string() != "full_attention" && type.get_string() != "sliding_attention") {
+        fail_unsupported(root, "layer_types",
+                         "only full_attention and sliding_attention, found '{}'",
                          std::string(type.get_string()).substr(0, 80));
       }
     }
@@ -142,20 +144,50 @@ bool is_absent(const JsonObject& object, std::string_view key) {
   return object.object().if_contains({key.data(), key.size()}) == nullptr;
 }
 
-// A window that no text within max_position_embeddings reaches changes nothing; a shorter one does.
 void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
-                        ModelConfig& config) {
-  if (!window) return;
-  if (*window < 1) {
-    fail(ErrorCode::kInvalidModel, "{}: expected a positive number, found {}",
-         root.field_path("sliding_window"), *window);
+                        std::int64_t first_layer, ModelConfig& config) {
+  if (!window || first_layer >= config.num_hidden_layers) return;
+  if (*window < 1 || *window > kMaxPositions) {
+    fail(ErrorCode::kInvalidModel, "{}: expected 1 to {}, found {}",
+         root.field_path("sliding_window"), kMaxPositions, *window);
   }
-  if (*window < config.max_position_embeddings) {
-    fail_unsupported(root, "sliding_window",
-                     "a window of {} tokens in a context of {}; only full attention", *window,
-                     config.max_position_embeddings);
+  if (config.num_hidden_layers > kMaxLayers) return;  // refused by check_model_config
+  config.layer_windows.assign(static_cast<std::size_t>(config.num_hidden_layers), *window);
+  std::fill_n(config.layer_windows.begin(), std::max<std::int64_t>(first_layer, 0), 0);
+}
+
+// transformers 5 lists the kind of every layer, and the list wins over the rule that made it.
+void apply_layer_types(const JsonObject& root, ModelConfig& config) {
+  const json::array* types = root.find_array("layer_types");
+  if (!types) return;
+  if (types->size() != static_cast<std::size_t>(config.num_hidden_layers)) {
+    fail(ErrorCode::kInvalidModel, "{}: {} layers, expected num_hidden_layers ({})",
+         root.field_path("layer_types"), types->size(), config.num_hidden_layers);
   }
-  config.sliding_window = window;
+  const auto slides = [](const json::value& type) {
+    return type.get_string() == "sliding_attention";
+  };
+  if (std::none_of(types->begin(), types->end(), slides)) {
+    config.layer_windows.clear();
+    return;
+  }
+  const std::optional<std::int64_t> window = root.find_int("sliding_window");
+  if (!window) {
+    fail(ErrorCode::kInvalidModel, "{} is missing: layer_types has sliding_attention",
+         root.field_path("sliding_window"));
+  }
+  set_sliding_window(root, window, 0, config);
+  for (std::size_t i = 0; i < types->size(); ++i) {
+    if (!slides((*types)[i])) config.layer_windows[i] = 0;
+  }
+}
+
+std::optional<std::int64_t> ModelConfig::smallest_window() const {
+  std::optional<std::int64_t> smallest;
+  for (const std::int64_t window : layer_windows) {
+    if (window > 0) smallest = std::min(smallest.value_or(window), window);
+  }
+  return smallest;
 }
 
 const char* rope_kind_name(RopeKind kind) {
@@ -192,6 +224,7 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
   config.pad_token_id = read_token_id(root, "pad_token_id");
   parse_rope(root, config);
   family.parse_hf(root, config);
+  apply_layer_types(root, config);
   if (config.head_dim == 0 && !root.find("head_dim")) {
     config.head_dim = derived_head_dim(config.hidden_size, config.num_attention_heads, name);
   }

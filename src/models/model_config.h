@@ -85,9 +85,10 @@ struct ModelConfig {
   // tie_word_embeddings (no output.weight), qkv_bias, output_bias, mlp_bias and
   // has_rope_factors_tensor from the tensor names. Values that the architecture fixes are set here.
   bool tensors_decide = false;
-  // A sliding window that is never reached, because it is not below max_position_embeddings. An
-  // engine that lets a row grow beyond it must refuse.
-  std::optional<std::int64_t> sliding_window = std::nullopt;
+  // Positions that a token of each layer attends to, its own among them; 0: all. Empty when no
+  // layer has a window.
+  std::vector<std::int64_t> layer_windows;
+  std::optional<std::int64_t> smallest_window() const;
 
   std::optional<std::int64_t> bos_token_id = std::nullopt;
   std::vector<std::int64_t> eos_token_ids;  // any of them ends an answer

@@ -177,15 +177,15 @@ void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys,
   }
 }
 
-std::optional<std::int64_t> read_window(const ArchKeys& keys, const ModelConfig& config) {
-  const std::optional<std::int64_t> window = keys.find_int("attention.sliding_window");
-  if (!window || *window == 0) return std::nullopt;
-  if (*window < config.max_position_embeddings) {
+// Which layers have the window is nowhere in the file, and llama.cpp computes these architectures
+// without it: a window that the context reaches cannot be right both ways.
+void refuse_window(const ArchKeys& keys, const ModelConfig& config) {
+  const std::int64_t window = keys.find_int("attention.sliding_window").value_or(0);
+  if (window != 0 && window < config.max_position_embeddings) {
     keys.refuse("attention.sliding_window",
-                "a window of {} tokens in a context of {}; only full attention", *window,
-                config.max_position_embeddings);
+                "a window of {} tokens in a context of {}: in GGUF files only full attention",
+                window, config.max_position_embeddings);
   }
-  return window;
 }
 
 // The end of a turn ends an answer as well as the end of the text does.
@@ -254,7 +254,7 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
   config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
   read_special_tokens(metadata, config);
   refuse_unsupported_keys(metadata, keys, config);
-  config.sliding_window = read_window(keys, config);
+  refuse_window(keys, config);
   config.rope = read_rope(metadata, keys, config);
   check_model_config(config, name);
   return config;

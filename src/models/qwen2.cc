@@ -1,7 +1,6 @@
 // Qwen2 and Qwen2.5. Reference: Qwen2ForCausalLM of transformers.
 //
-// Biases on q, k and v; a sliding window only where a flag switches it on, and then it is refused
-// if the context reaches it.
+// Biases on q, k and v; a sliding window only where a flag switches it on, in the upper layers.
 #include "models/family.h"
 
 namespace pianola {
@@ -16,9 +15,9 @@ void parse_qwen2(const JsonObject& root, ModelConfig& config) {
 
 void parse_qwen_window(const JsonObject& root, ModelConfig& config) {
   if (!root.find_bool("use_sliding_window").value_or(false)) return;
-  if (root.find_int("max_window_layers").value_or(28) >= config.num_hidden_layers) return;
-  set_sliding_window(
-      root, is_absent(root, "sliding_window") ? 4096 : root.find_int("sliding_window"), config);
+  set_sliding_window(root,
+                     is_absent(root, "sliding_window") ? 4096 : root.find_int("sliding_window"),
+                     root.find_int("max_window_layers").value_or(28), config);
 }
 
 const Family kQwen2 = {.model_type = "qwen2",

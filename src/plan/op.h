@@ -80,8 +80,9 @@ struct QkvOp {
   BufferId q_out;  // [T, heads * head_dim]
 };
 
-// out[t, h] = softmax(scale * q[t, h] · K) V over positions 0..position[t] of the token's row; kv
-// head of head h is h / (heads / kv_heads). 0 for a masked token.
+// out[t, h] = softmax(scale * q[t, h] · K) V over positions 0..position[t] of the token's row, or
+// the last `window` of them when the cache has one; kv head of head h is h / (heads / kv_heads).
+// 0 for a masked token.
 struct AttentionOp {
   BufferId q;  // [T, heads * key_dim]
   CacheId cache;

@@ -13,7 +13,7 @@ namespace {
 class Printer {
  public:
   Printer(const Plan& plan, std::span<const WeightDecl> weights,
-          std::span<const FullAttentionSpec> caches)
+          std::span<const AttentionSpec> caches)
       : plan_(plan), weights_(weights), caches_(caches) {}
 
   std::string operator()(const EmbedOp& o) const {
@@ -41,9 +41,10 @@ class Printer {
     return text;
   }
   std::string operator()(const AttentionOp& o) const {
-    const FullAttentionSpec& kv = caches_[static_cast<std::size_t>(o.cache.index)];
-    return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}", b(o.out),
-                       b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale);
+    const AttentionSpec& kv = caches_[static_cast<std::size_t>(o.cache.index)];
+    return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}", b(o.out),
+                       b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
+                       kv.window > 0 ? fmt::format(" window={}", kv.window) : "");
   }
   std::string operator()(const GatedMlpOp& o) const {
     return fmt::format("gated_mlp  {} <- {} + {}  {} gate={} up={} down={} act=silu{}{}{}",
@@ -76,13 +77,13 @@ class Printer {
 
   const Plan& plan_;
   std::span<const WeightDecl> weights_;
-  std::span<const FullAttentionSpec> caches_;
+  std::span<const AttentionSpec> caches_;
 };
 
 }  // namespace
 
 std::string plan_text(const Plan& plan, std::span<const WeightDecl> weights,
-                      std::span<const FullAttentionSpec> caches) {
+                      std::span<const AttentionSpec> caches) {
   std::string text = fmt::format("plan {}\n", to_string(plan.shape));
   const WorkspacePlan workspace = plan_workspace(plan);
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {

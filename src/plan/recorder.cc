@@ -6,7 +6,7 @@
 
 namespace pianola {
 
-Recorder::Recorder(std::span<const WeightDecl> weights, std::span<const FullAttentionSpec> caches,
+Recorder::Recorder(std::span<const WeightDecl> weights, std::span<const AttentionSpec> caches,
                    const StepShape& shape)
     : weights_(weights), caches_(caches) {
   PIANOLA_CHECK(shape.tokens >= 1 && shape.lanes >= 1 && shape.lanes <= shape.tokens &&
@@ -40,7 +40,7 @@ const WeightDecl& Recorder::weight(WeightId id) const {
   return weights_[static_cast<std::size_t>(id.index)];
 }
 
-const FullAttentionSpec& Recorder::cache(CacheId id) const {
+const AttentionSpec& Recorder::cache(CacheId id) const {
   expect(id.valid() && static_cast<std::size_t>(id.index) < caches_.size(), "a known layer cache");
   return caches_[static_cast<std::size_t>(id.index)];
 }
@@ -100,7 +100,7 @@ void Recorder::check(const LinearOp& op) const {
 
 void Recorder::check(const QkvOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
-  const FullAttentionSpec& kv = cache(op.cache);
+  const AttentionSpec& kv = cache(op.cache);
   const std::int64_t q = width(op.q_out, Extent::kTokens);
   expect_norm(op.norm, in);
   expect_matrix(op.q, q, in);
@@ -118,7 +118,7 @@ void Recorder::check(const QkvOp& op) const {
 }
 
 void Recorder::check(const AttentionOp& op) const {
-  const FullAttentionSpec& kv = cache(op.cache);
+  const AttentionSpec& kv = cache(op.cache);
   expect(op.heads > 0 && op.heads % kv.kv_heads == 0, "heads a multiple of kv_heads");
   expect(op.scale > 0, "a positive scale");
   expect(width(op.q, Extent::kTokens) == std::int64_t{op.heads} * kv.key_dim,

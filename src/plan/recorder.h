@@ -18,7 +18,7 @@ namespace pianola {
 class Recorder {
  public:
   // `weights` and `caches` are the tables that ids point into; they outlive the recorder.
-  Recorder(std::span<const WeightDecl> weights, std::span<const FullAttentionSpec> caches,
+  Recorder(std::span<const WeightDecl> weights, std::span<const AttentionSpec> caches,
            const StepShape& shape);
 
   BufferId buffer(std::string name, Extent extent, std::int64_t width);
@@ -44,7 +44,7 @@ class Recorder {
   void check(const AdvanceOp& op) const;
 
   const WeightDecl& weight(WeightId id) const;
-  const FullAttentionSpec& cache(CacheId id) const;
+  const AttentionSpec& cache(CacheId id) const;
   std::int64_t width(BufferId id, Extent extent) const;
   void expect(bool condition, const char* rule) const;
   void expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const;
@@ -53,7 +53,7 @@ class Recorder {
   void expect_norm(const RmsNorm& norm, std::int64_t size) const;
 
   std::span<const WeightDecl> weights_;
-  std::span<const FullAttentionSpec> caches_;
+  std::span<const AttentionSpec> caches_;
   Plan plan_;
   const char* current_ = "";
 };

@@ -89,7 +89,7 @@ void CpuBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
-    const FullAttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
     if (kv.key_dim != kv.value_dim ||
         !attention_supported(tables.cache_shape.dtype, attention->heads, kv.kv_heads, kv.key_dim)) {
       fail(ErrorCode::kUnsupported,

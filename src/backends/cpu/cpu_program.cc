@@ -208,7 +208,8 @@ void CpuProgram::execute(const GatedMlpOp& op, Worker w) {
 
 KvCache CpuProgram::kv_cache(CacheId id) const {
   const LayerCacheView& view = bound_.cache(id);
-  return {view.keys, view.values, view.dtype, view.capacity, view.kv_heads, view.key_dim};
+  return {view.keys,     view.values,  view.dtype, view.capacity,
+          view.kv_heads, view.key_dim, view.window};
 }
 
 void CpuProgram::execute(const QkvOp& op, Worker w) {

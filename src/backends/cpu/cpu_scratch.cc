@@ -57,11 +57,12 @@ struct Needs {
     rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
   }
   void operator()(const AttentionOp& op) {
-    const FullAttentionSpec& kv = tables.caches[static_cast<std::size_t>(op.cache.index)];
+    const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(op.cache.index)];
     const KvCache cache{.dtype = tables.cache_shape.dtype,
                         .capacity = tables.cache_shape.capacity,
                         .kv_heads = kv.kv_heads,
-                        .head_dim = kv.key_dim};
+                        .head_dim = kv.key_dim,
+                        .window = kv.window};
     attention_bytes =
         std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, tokens(), workers));
   }

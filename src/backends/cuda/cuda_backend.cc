@@ -98,7 +98,14 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
-    const FullAttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    if (kv.window > 0) {
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: attention of layer {}: a sliding window of {} tokens that rows outgrow "
+           "has "
+           "no kernel; choose max_seq_len at most {}",
+           attention->cache.index, kv.window, kv.window);
+    }
     if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {
       fail(
           ErrorCode::kUnsupported,

@@ -58,7 +58,7 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.v_width = std::max(s.v_width, decl(q->v).rows);
       for (const WeightId id : {q->q, q->k, q->v}) product(id);
     } else if (const auto* a = std::get_if<AttentionOp>(&op)) {
-      const FullAttentionSpec& spec = tables.caches[size_of(a->cache.index)];
+      const AttentionSpec& spec = tables.caches[size_of(a->cache.index)];
       s.heads = std::max(s.heads, a->heads);
       s.kv_heads = std::max(s.kv_heads, spec.kv_heads);
       s.value_dim = std::max(s.value_dim, spec.value_dim);

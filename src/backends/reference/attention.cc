@@ -55,10 +55,11 @@ const float* load_head(DType dtype, const std::byte* slot, std::size_t index, in
   return buffer;
 }
 
-void store_heads(DType dtype, std::byte* slot, std::int32_t position, int kv_heads, int dim,
+// `place` is where the position lies in the slot.
+void store_heads(DType dtype, std::byte* slot, std::int32_t place, int kv_heads, int dim,
                  const float* heads) {
   for (int h = 0; h < kv_heads; ++h) {
-    const std::size_t index = cache_index(position, h, kv_heads, dim);
+    const std::size_t index = cache_index(place, h, kv_heads, dim);
     for (int i = 0; i < dim; ++i) {
       store_cache(dtype, slot, index + static_cast<std::size_t>(i), heads[h * dim + i]);
     }
@@ -103,8 +104,9 @@ void run(const QkvOp& op, const BoundPlan& bound) {
     project(bound, op.k, op.k_bias, normed, op.k_norm, &op.rope, cache.key_dim, position, k);
     project(bound, op.v, op.v_bias, normed, std::nullopt, nullptr, cache.value_dim, position, v);
     const std::int32_t row = s.row_of[s.lane_of[t]];
-    store_heads(cache.dtype, cache.key_slot(row), position, cache.kv_heads, cache.key_dim, k);
-    store_heads(cache.dtype, cache.value_slot(row), position, cache.kv_heads, cache.value_dim, v);
+    const std::int32_t place = position % cache.capacity;
+    store_heads(cache.dtype, cache.key_slot(row), place, cache.kv_heads, cache.key_dim, k);
+    store_heads(cache.dtype, cache.value_slot(row), place, cache.kv_heads, cache.value_dim, v);
   }
 }
 
@@ -120,29 +122,33 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
     std::fill_n(out, bound.width(op.out), 0.0F);
     const std::int32_t position = s.position[t];
     if (position < 0) continue;
+    const std::int32_t first = window_begin(position, cache.window);
     const std::int32_t row = s.row_of[s.lane_of[t]];
     for (int h = 0; h < op.heads; ++h) {
       const float* q = bound.buffer(op.q) + t * bound.width(op.q) + h * cache.key_dim;
       double max = -std::numeric_limits<double>::infinity();
-      for (std::int32_t p = 0; p <= position; ++p) {
-        const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.key_dim);
+      for (std::int32_t p = first; p <= position; ++p) {
+        const std::size_t index =
+            cache_index(p % cache.capacity, h / group, cache.kv_heads, cache.key_dim);
         const float* key =
             load_head(cache.dtype, cache.key_slot(row), index, cache.key_dim, buffer);
-        scores[p] = static_cast<float>(dot(q, key, cache.key_dim) * op.scale);
-        max = std::max(max, static_cast<double>(scores[p]));
+        float& score = scores[p - first];
+        score = static_cast<float>(dot(q, key, cache.key_dim) * op.scale);
+        max = std::max(max, static_cast<double>(score));
       }
       double total = 0;
-      for (std::int32_t p = 0; p <= position; ++p) {
-        const double weight = std::exp(scores[p] - max);
-        scores[p] = static_cast<float>(weight);
+      for (std::int32_t p = first; p <= position; ++p) {
+        const double weight = std::exp(scores[p - first] - max);
+        scores[p - first] = static_cast<float>(weight);
         total += weight;
       }
       std::fill_n(sums, cache.value_dim, 0.0);
-      for (std::int32_t p = 0; p <= position; ++p) {
-        const std::size_t index = cache_index(p, h / group, cache.kv_heads, cache.value_dim);
+      for (std::int32_t p = first; p <= position; ++p) {
+        const std::size_t index =
+            cache_index(p % cache.capacity, h / group, cache.kv_heads, cache.value_dim);
         const float* value =
             load_head(cache.dtype, cache.value_slot(row), index, cache.value_dim, buffer);
-        const double weight = scores[p];
+        const double weight = scores[p - first];
         for (int i = 0; i < cache.value_dim; ++i) sums[i] += weight * value[i];
       }
       float* head = out + static_cast<std::int64_t>(h) * cache.value_dim;

@@ -140,8 +140,7 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
   if (const auto* qkv = std::get_if<QkvOp>(&op)) {
     floats = plan.buffer(qkv->in).width + weight(qkv->k).rows + weight(qkv->v).rows;
   } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
-    const FullAttentionSpec& cache =
-        tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    const AttentionSpec& cache = tables.caches[static_cast<std::size_t>(attention->cache.index)];
     bytes = static_cast<std::size_t>(cache.value_dim) * sizeof(double);
     floats = tables.cache_shape.capacity + std::max(cache.key_dim, cache.value_dim);
   } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {

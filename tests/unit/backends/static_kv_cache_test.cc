@@ -40,7 +40,7 @@ TEST(KvIndex, IsThatOfTheLayerCaches) {
 TEST(StaticKvCache, BytesAreThoseOfTheLayoutAndAreAllocated) {
   const KvCacheOptions options = small();
   const KvCacheBytes planned = StaticKvCache::plan(options);
-  const std::vector<FullAttentionSpec> specs = {{2, 16, 16}, {1, 8, 24}, {3, 64, 64}};
+  const std::vector<AttentionSpec> specs = {{2, 16, 16}, {1, 8, 24}, {3, 64, 64}};
   const CacheLayout layout(specs, {.max_seq_len = 100, .slots = 3, .dtype = DType::kF32});
   EXPECT_EQ(planned.per_slot, layout.bytes_per_slot());
   EXPECT_EQ(planned.per_slot, 128U * (2 * 32 + 32 + 3 * 128) * 4);

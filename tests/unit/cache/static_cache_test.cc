@@ -11,7 +11,7 @@
 namespace pianola {
 namespace {
 
-const std::vector<FullAttentionSpec> kLayers = {{2, 16, 16}, {1, 8, 24}, {3, 64, 64}};
+const std::vector<AttentionSpec> kLayers = {{2, 16, 16}, {1, 8, 24}, {3, 64, 64}};
 
 TEST(CacheLayout, CapacityIsWholeBlocks) {
   for (const auto& [asked, given] : std::vector<std::pair<int, int>>{
@@ -36,7 +36,7 @@ TEST(CacheLayout, BytesAreThoseOfTheElements) {
 
 // No size wraps around: the largest options on a model of the largest kind.
 TEST(CacheLayout, LargeSizesDoNotWrap) {
-  const std::vector<FullAttentionSpec> layers(1000, {128, 512, 512});
+  const std::vector<AttentionSpec> layers(1000, {128, 512, 512});
   const CacheLayout layout(layers, {.max_seq_len = 1 << 24, .slots = 1, .dtype = DType::kF32});
   EXPECT_EQ(layout.total_bytes() >> 24, std::size_t{1000} * 128 * 1024 * 4);
 }

@@ -21,7 +21,7 @@ inline constexpr std::int64_t kKvWidth = std::int64_t{kKvHeads} * kDim;
 
 struct TinyTables {
   std::vector<WeightDecl> weights;
-  std::array<FullAttentionSpec, 1> caches{FullAttentionSpec{kKvHeads, kDim, kDim}};
+  std::array<AttentionSpec, 1> caches{AttentionSpec{kKvHeads, kDim, kDim}};
 
   WeightId table = matrix("table", kVocab, kWidth, WeightRole::kEmbedding);
   WeightId head = matrix("head", kVocab, kWidth);

@@ -11,7 +11,6 @@ namespace {
 // Positions whose partial results are joined before the next ones start. Short enough that two
 // workers share a context of a few hundred tokens, long enough that joining costs little.
 constexpr int kSplitPositions = 256;
-constexpr int kSplitBlocks = kSplitPositions / kBlockPositions;
 // Rows (query heads of one kv head, of consecutive tokens of one slot) that share a pass over the
 // cache: enough that converting and transposing a block is a small part of the work.
 constexpr int kTileRows = 96;
@@ -34,22 +33,43 @@ const AttentionKernels& kernels(Isa isa, int head_dim) {
 
 int split_count(int length) { return (length + kSplitPositions - 1) / kSplitPositions; }
 
+// The positions begin..end - 1 that a token attends to.
+int begin_of(const AttentionArgs& args, int token) {
+  const int window = args.cache.window;
+  const int position = args.positions[token];
+  return window > 0 && position >= window ? position - window + 1 : 0;
+}
+int end_of(const AttentionArgs& args, int token) { return args.positions[token] + 1; }
+int first_split(const AttentionArgs& args, int token) {
+  return begin_of(args, token) / kSplitPositions;
+}
+
+// Splits that one token's positions can touch.
+int most_splits(const KvCache& cache) {
+  return split_count(cache.capacity) + (cache.window > 0 ? 1 : 0);
+}
+
 // Consecutive tokens of one slot that are computed together.
 struct Tile {
   int first = 0;
   int tokens = 0;
-  int length = 0;  // positions that the furthest of them attends to
+  int begin = 0;  // of the positions that any of them attends to
+  int end = 0;
+
+  int first_split() const { return begin / kSplitPositions; }
 };
 
 // The tile that starts at or after token `from`, past any padding; tokens == 0: there is none.
 Tile next_tile(const AttentionArgs& args, int from) {
   const int most = std::max(1, kTileRows / (args.heads / args.cache.kv_heads));
-  Tile tile{from, 0, 0};
+  Tile tile{.first = from};
   while (tile.first < args.tokens && args.positions[tile.first] < 0) ++tile.first;
   int t = tile.first;
+  if (t < args.tokens) tile.begin = begin_of(args, t);
   for (; t < args.tokens && t - tile.first < most; ++t) {
     if (args.positions[t] < 0 || args.slots[t] != args.slots[tile.first]) break;
-    tile.length = std::max(tile.length, args.positions[t] + 1);
+    tile.begin = std::min(tile.begin, begin_of(args, t));
+    tile.end = std::max(tile.end, end_of(args, t));
   }
   tile.tokens = t - tile.first;
   return tile;
@@ -63,7 +83,7 @@ bool splits_positions(const AttentionArgs& args, int workers) {
   for (Tile tile = next_tile(args, 0); tile.tokens > 0;
        tile = next_tile(args, tile.first + tile.tokens)) {
     ++tiles;
-    longest = std::max(longest, tile.length);
+    longest = std::max(longest, tile.end - tile.begin);
   }
   return longest > kSplitPositions && tiles * args.cache.kv_heads < 4 * workers;
 }
@@ -74,6 +94,11 @@ struct Item {
   int kv_head = 0;
   int split = 0;
   int splits = 0;
+
+  // The first block that is read.
+  int first_block() const {
+    return std::max(split * kSplitPositions, tile.begin) / kBlockPositions;
+  }
 };
 
 // Calls visit(item, cost) for every item of the step, in an order in which neighbours read
@@ -82,14 +107,14 @@ template <typename Visit>
 void for_each_item(const AttentionArgs& args, bool split, Visit visit) {
   for (Tile tile = next_tile(args, 0); tile.tokens > 0;
        tile = next_tile(args, tile.first + tile.tokens)) {
-    const int splits = split_count(tile.length);
-    const int pieces = split ? splits : 1;
-    for (int piece = 0; piece < pieces; ++piece) {
-      const int positions =
-          split ? std::min(kSplitPositions, tile.length - piece * kSplitPositions) : tile.length;
+    const int first = tile.first_split();
+    const int splits = split_count(tile.end) - first;
+    for (int piece = 0; piece < (split ? splits : 1); ++piece) {
+      const int begin = std::max(tile.begin, (first + piece) * kSplitPositions);
+      const int end = split ? std::min(tile.end, (first + piece + 1) * kSplitPositions) : tile.end;
       for (int head = 0; head < args.cache.kv_heads; ++head) {
-        visit(Item{tile, head, piece, split ? 1 : splits},
-              static_cast<std::int64_t>(positions) * (tile.tokens + 1));
+        visit(Item{tile, head, first + piece, split ? 1 : splits},
+              static_cast<std::int64_t>(end - begin) * (tile.tokens + 1));
       }
     }
   }
@@ -107,6 +132,7 @@ struct Workspace {
   float* scores = nullptr;  // [kTileRows, 64]
   float* tile = nullptr;    // [head_dim, 64]
   int* counts = nullptr;    // [kTileRows]
+  int* skips = nullptr;     // [kTileRows]
 
   // Lays the parts out from `base` on and returns their size; with nullptr it only measures.
   std::size_t assign(std::byte* base, int rows, int head_dim) {
@@ -122,6 +148,7 @@ struct Workspace {
     take(scores, rows * kBlockPositions);
     take(tile, head_dim * kBlockPositions);
     take(counts, rows);
+    take(skips, rows);
     return size;
   }
 };
@@ -133,13 +160,14 @@ std::size_t workspace_bytes(int heads, const KvCache& cache) {
   return Workspace{}.assign(nullptr, tile_rows(heads, cache.kv_heads), cache.head_dim);
 }
 
-// Partial results: for each (token, head, split) m and, 16 floats on, acc.
+// Partial results: for each (token, head, split) m and, 16 floats on, acc. A token's splits count
+// from its first.
 constexpr int kPartialHeader = 16;
 
 struct Partials {
   float* base = nullptr;
   int heads = 0;
-  int splits = 0;  // of a full slot
+  int splits = 0;  // the most of a token
   int head_dim = 0;
 
   float* at(int token, int head, int split) const {
@@ -155,14 +183,14 @@ Partials partials_of(const AttentionArgs& args, void* scratch, int workers) {
   auto* bytes = static_cast<std::byte*>(scratch);
   const std::size_t used =
       workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(workers);
-  return {reinterpret_cast<float*>(bytes + used), args.heads, split_count(args.cache.capacity),
+  return {reinterpret_cast<float*>(bytes + used), args.heads, most_splits(args.cache),
           args.cache.head_dim};
 }
 
 // Where a block of a kv head starts.
 std::ptrdiff_t block_offset(const KvCache& cache, int slot, int block, int kv_head) {
   const std::ptrdiff_t blocks = cache.capacity / kBlockPositions;
-  const std::ptrdiff_t index = (slot * blocks + block) * cache.kv_heads + kv_head;
+  const std::ptrdiff_t index = (slot * blocks + block % blocks) * cache.kv_heads + kv_head;
   return index * kBlockPositions * cache.head_dim *
          static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
 }
@@ -175,7 +203,7 @@ class Walk {
       : args_(args),
         item_(item),
         space_(space),
-        next_(next == nullptr ? -1 : block_of(*next, next->split * kSplitBlocks)),
+        next_(next == nullptr ? -1 : block_of(*next, next->first_block())),
         kernels_(kernels(args.isa, args.cache.head_dim)),
         group_(args.heads / args.cache.kv_heads),
         rows_(item.tile.tokens * group_),
@@ -189,15 +217,16 @@ class Walk {
 
   // All splits, joined as they come, to the output.
   void run() {
-    for (int split = 0; split < item_.splits; ++split) {
+    for (int split = item_.split; split < item_.split + item_.splits; ++split) {
       attend(split);
       for (int row = 0; row < rows_; ++row) {
+        if (!has(row, split)) continue;
         const float* acc = space_.acc + row * acc_size_;
         float* total = space_.total_acc + row * acc_size_;
-        if (split == 0) {
+        if (split == first_split(args_, token(row))) {
           space_.total_m[row] = space_.m[row];
           std::copy_n(acc, acc_size_, total);
-        } else if (length(row) > split * kSplitPositions) {
+        } else {
           kernels_.merge(dim_, space_.m[row], acc, &space_.total_m[row], total);
         }
       }
@@ -212,8 +241,9 @@ class Walk {
   void run_partial(const Partials& partials) {
     attend(item_.split);
     for (int row = 0; row < rows_; ++row) {
-      if (length(row) <= item_.split * kSplitPositions) continue;
-      float* partial = partials.at(token(row), head(row), item_.split);
+      if (!has(row, item_.split)) continue;
+      float* partial =
+          partials.at(token(row), head(row), item_.split - first_split(args_, token(row)));
       partial[0] = space_.m[row];
       std::copy_n(space_.acc + row * acc_size_, acc_size_, partial + kPartialHeader);
     }
@@ -222,13 +252,18 @@ class Walk {
  private:
   int token(int row) const { return item_.tile.first + row / group_; }
   int head(int row) const { return item_.kv_head * group_ + row % group_; }
-  int length(int row) const { return args_.positions[token(row)] + 1; }
+  // Whether the row attends to a position of the split.
+  bool has(int row, int split) const {
+    return split >= first_split(args_, token(row)) &&
+           end_of(args_, token(row)) > split * kSplitPositions;
+  }
 
   void attend(int split) {
     std::fill_n(space_.m, rows_, -kInfinity);
     std::fill_n(space_.acc, rows_ * acc_size_, 0.0F);
-    const int first = split * kSplitPositions;
-    const int end = std::min(first + kSplitPositions, item_.tile.length);
+    const int first =
+        std::max(split * kSplitPositions, item_.tile.begin / kBlockPositions * kBlockPositions);
+    const int end = std::min((split + 1) * kSplitPositions, item_.tile.end);
     for (int position = first; position < end; position += kBlockPositions) attend_block(position);
   }
 
@@ -238,7 +273,7 @@ class Walk {
 
   // Where the block that is read after the one at `position` starts; -1: there is none.
   std::ptrdiff_t following(int position) const {
-    const int end = std::min((item_.split + item_.splits) * kSplitPositions, item_.tile.length);
+    const int end = std::min((item_.split + item_.splits) * kSplitPositions, item_.tile.end);
     return position + kBlockPositions < end ? block_of(item_, position / kBlockPositions + 1)
                                             : next_;
   }
@@ -254,10 +289,14 @@ class Walk {
     block.head_dim = dim_;
     block.rows = rows_;
     for (int row = 0; row < rows_; ++row) {
-      space_.counts[row] = std::clamp(length(row) - position, 0, kBlockPositions);
+      const int skip = std::max(begin_of(args_, token(row)) - position, 0);
+      const int count = std::clamp(end_of(args_, token(row)) - position, 0, kBlockPositions);
+      space_.skips[row] = skip < count ? skip : 0;
+      space_.counts[row] = skip < count ? count : 0;
     }
-    block.max_count = std::min(item_.tile.length - position, kBlockPositions);
+    block.max_count = std::min(item_.tile.end - position, kBlockPositions);
     block.counts = space_.counts;
+    block.skips = args_.cache.window > 0 ? space_.skips : nullptr;
     block.queries = space_.queries;
     block.m = space_.m;
     block.acc = space_.acc;
@@ -297,8 +336,7 @@ std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens,
   std::size_t bytes = workspace_bytes(heads, cache) * static_cast<std::size_t>(workers);
   if (workers > 1) {
     bytes += static_cast<std::size_t>(std::min(tokens, kMaxSplitTokens)) *
-             static_cast<std::size_t>(heads) *
-             static_cast<std::size_t>(split_count(cache.capacity)) *
+             static_cast<std::size_t>(heads) * static_cast<std::size_t>(most_splits(cache)) *
              static_cast<std::size_t>(kPartialHeader + cache.head_dim + kSumLanes) * sizeof(float);
   }
   return align(bytes);
@@ -379,7 +417,8 @@ void combine(const AttentionArgs& args, void* scratch, int worker, int workers) 
     if (args.positions[token] < 0) continue;
     // The first split's partial result becomes the total, in place.
     float* total = partials.at(token, head, 0);
-    for (int split = 1; split < split_count(args.positions[token] + 1); ++split) {
+    const int splits = split_count(end_of(args, token)) - first_split(args, token);
+    for (int split = 1; split < splits; ++split) {
       const float* partial = partials.at(token, head, split);
       kernel.merge(dim, partial[0], partial + kPartialHeader, total, total + kPartialHeader);
     }

@@ -1,6 +1,6 @@
 // Causal attention of the CPU backend over a static cache: a token at position p attends to the
-// positions 0..p of its slot. Query heads that share a kv head are computed together, so that keys
-// and values are read once for the group.
+// positions 0..p of its slot, or to the last `window` of them. Query heads that share a kv head are
+// computed together, so that keys and values are read once for the group.
 //
 //   append(args, worker, workers);   // new keys and values into the cache
 //   pool.barrier();
@@ -30,7 +30,8 @@
 
 namespace pianola::cpu {
 
-// One layer's keys and values: [slots, capacity / 64, kv_heads, 64, head_dim] each.
+// One layer's keys and values: [slots, capacity / 64, kv_heads, 64, head_dim] each. Position p lies
+// where p % capacity does; with a window, no step may reach back further than the capacity.
 struct KvCache {
   void* keys = nullptr;
   void* values = nullptr;
@@ -38,6 +39,7 @@ struct KvCache {
   int capacity = 0;           // positions of a slot, a multiple of 64
   int kv_heads = 0;
   int head_dim = 0;
+  int window = 0;  // 0: none, and positions are below the capacity
 };
 
 struct AttentionArgs {
@@ -46,7 +48,7 @@ struct AttentionArgs {
   int tokens = 0;
   int heads = 0;                            // a multiple of kv_heads
   float scale = 1.0F;                       // of the scores, usually 1 / sqrt(head_dim)
-  const std::int32_t* positions = nullptr;  // [tokens], < capacity; < 0: padding
+  const std::int32_t* positions = nullptr;  // [tokens]; < 0: padding
   const std::int32_t* slots = nullptr;      // [tokens]; tokens of one slot stand together
   const float* queries = nullptr;           // [tokens, heads, head_dim], tokens query_stride apart
   std::ptrdiff_t query_stride = 0;

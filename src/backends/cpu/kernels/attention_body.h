@@ -217,6 +217,13 @@ void weigh(const AttentionBlock& b, int row) {
   float* scores = b.scores + row * kBlockPositions;
   F s[kVectors];
   for (int v = 0; v < kVectors; ++v) s[v] = Simd::load(scores + v * kLanes);
+  if (b.skips != nullptr && b.skips[row] > 0) {
+    for (int v = 0; v < kVectors; ++v) {
+      int skipped = b.skips[row] - v * kLanes;
+      skipped = skipped < 0 ? 0 : skipped > kLanes ? kLanes : skipped;
+      s[v] = Simd::select_first(skipped, Simd::set(-__builtin_huge_valf()), s[v]);
+    }
+  }
   if (b.counts[row] < kBlockPositions) {
     // What the row does not attend to may be anything, NaN included: it is replaced, not
     // multiplied.
@@ -282,26 +289,39 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
   }
 }
 
-// All of kRows rows: the positions that they have in common together, the rest row by row.
+// kVectors vectors of kRows rows, the positions that all have, first..end, together, and what comes
+// before and after them row by row: a row adds its positions in order.
+template <typename Load, int kRows, int kVectors, bool kAhead>
+inline void add_values_at(const AttentionBlock& b, const typename Load::Element* values, int row,
+                          int d, int first, int end) {
+  for (int r = row; first > 0 && r < row + kRows; ++r) {
+    const int stop = b.counts[r] < first ? b.counts[r] : first;
+    if (b.skips[r] < stop) {
+      add_values<Load, 1, kVectors, false>(b, values, r, d, b.skips[r], stop);
+    }
+  }
+  add_values<Load, kRows, kVectors, kAhead>(b, values, row, d, first, end);
+  for (int r = row; r < row + kRows; ++r) {
+    if (b.counts[r] > end) add_values<Load, 1, kVectors, false>(b, values, r, d, end, b.counts[r]);
+  }
+}
+
 template <typename Load, int kRows, bool kAhead>
 void add_values_of_rows(const AttentionBlock& b, const typename Load::Element* values, int row) {
   constexpr int kVectors = 4;
-  int common = b.counts[row];
-  for (int r = 1; r < kRows; ++r) common = b.counts[row + r] < common ? b.counts[row + r] : common;
+  int first = 0;
+  int end = b.counts[row];
+  for (int r = row; r < row + kRows; ++r) {
+    if (b.counts[r] < end) end = b.counts[r];
+    if (b.skips != nullptr && b.skips[r] > first) first = b.skips[r];
+  }
+  if (end < first) end = first;
   int d = 0;
   for (; d + kVectors * kLanes <= b.head_dim; d += kVectors * kLanes) {
-    add_values<Load, kRows, kVectors, kAhead>(b, values, row, d, 0, common);
-    for (int r = row; r < row + kRows; ++r) {
-      if (b.counts[r] == common) continue;
-      add_values<Load, 1, kVectors, false>(b, values, r, d, common, b.counts[r]);
-    }
+    add_values_at<Load, kRows, kVectors, kAhead>(b, values, row, d, first, end);
   }
   for (; d < b.head_dim; d += kLanes) {
-    add_values<Load, kRows, 1, kAhead>(b, values, row, d, 0, common);
-    for (int r = row; r < row + kRows; ++r) {
-      if (b.counts[r] == common) continue;
-      add_values<Load, 1, 1, false>(b, values, r, d, common, b.counts[r]);
-    }
+    add_values_at<Load, kRows, 1, kAhead>(b, values, row, d, first, end);
   }
 }
 

@@ -15,9 +15,10 @@ inline constexpr int kBlockPositions = 64;
 // that are added up at the very end: [head_dim + kSumLanes].
 inline constexpr int kSumLanes = 16;
 
-// One block for rows that share its keys and values. A row whose count is 0 is left alone; nothing
-// at or beyond `max_count` is read. Scores are in units of log 2: queries come multiplied by
-// log2(e).
+// One block for rows that share its keys and values. A row attends to its positions from skips[row]
+// (0 without skips) up to counts[row]; one whose count is 0 is left alone; nothing at or beyond
+// `max_count` is read, and no value that a row does not attend to reaches it. Scores are in units
+// of log 2: queries come multiplied by log2(e).
 struct AttentionBlock {
   DType dtype = DType::kF32;     // of keys and values: F32, F16 or BF16
   const void* keys = nullptr;    // [64, head_dim]
@@ -27,7 +28,8 @@ struct AttentionBlock {
   int head_dim = 0;
   int rows = 0;
   int max_count = 0;               // the largest of counts
-  const int* counts = nullptr;     // [rows]: how many of the 64 positions the row attends to
+  const int* counts = nullptr;     // [rows]: where the row's positions end; 0: it has none here
+  const int* skips = nullptr;      // [rows]: where they begin, below the count, or null: at 0
   const float* queries = nullptr;  // [rows, head_dim], scale applied
   float* m = nullptr;              // [rows] the largest score so far
   float* acc = nullptr;            // [rows, head_dim + kSumLanes] relative to 2^m
