@@ -33,6 +33,7 @@ class EngineLayout {
   EngineLayout& operator=(const EngineLayout&) = delete;
 
   const EngineOptions& options() const { return options_; }  // with max_seq_len chosen
+  const CacheLayout& cache_layout() const { return cache_layout_; }
   const MemoryPlan& memory() const { return memory_; }
   const ModelTables& tables() const { return tables_; }
   const std::vector<Plan>& plans() const { return plans_; }

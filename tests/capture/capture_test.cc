@@ -1,6 +1,7 @@
 // Bit-exact promises of the engine, on every backend and instruction set this machine has: a row's
 // results depend on its own tokens and on nothing else.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -10,6 +11,7 @@
 #include "backends/cpu/isa.h"
 #include "engine/engine_audit.h"
 #include "engine_test_access.h"
+#include "expect_error.h"
 #include "models/golden.h"
 #include "models/model.h"
 
@@ -19,7 +21,7 @@ namespace {
 struct Case {
   std::string backend;
   std::string isa;
-  std::string form;  // of the checkpoint: "hf", "q4_0", ...
+  std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
@@ -31,9 +33,9 @@ std::vector<Case> cases() {
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
     return {{"cuda", "", "f32"}, {"cuda", "", "f16"}, {"cuda", "", "q8_0"}, {"cuda", "", "q4_0"}};
   }
-  std::vector<Case> all = {{"reference", "", "f32"}};
+  std::vector<Case> all = {{"reference", "", "f32"}, {"reference", "", "window"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
-    for (const char* form : {"f32", "f16", "q8_0", "q4_0"})
+    for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window"})
       all.push_back({"cpu", cpu::isa_name(isa), form});
   }
   return all;
@@ -66,9 +68,29 @@ struct Trace {
 class CaptureTest : public testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
+    if (GetParam().form == "window") {
+      model_ = windowed_model();
+      return;
+    }
     const auto path = checkpoint_of_form(GetParam().form);
     ASSERT_FALSE(path.empty()) << "no llama golden in form " << GetParam().form;
     model_ = CausalModel::open(path);
+  }
+
+  // Read once: its files are put together in a folder that goes away.
+  static std::shared_ptr<const CausalModel> windowed_model() {
+    static const std::shared_ptr<const CausalModel> model = [] {
+      const auto folder =
+          std::filesystem::temp_directory_path() / ("pianola_capture_" + std::to_string(getpid()));
+      for (const ModelGolden& golden : read_all_goldens()) {
+        if (golden.name != "mistral/window") continue;
+        auto opened = CausalModel::open(prepare_golden_file(golden.files[0], folder));
+        std::filesystem::remove_all(folder);
+        return opened;
+      }
+      return std::shared_ptr<const CausalModel>();
+    }();
+    return model;
   }
 
   Engine make_engine(int slots = 1, int chunk = 32, int threads = 1, int max_seq_len = 256,
@@ -112,7 +134,8 @@ class CaptureTest : public testing::TestWithParam<Case> {
     }
   }
 
-  // The stored bytes of positions below the row's length, layer by layer.
+  // The stored bytes of positions below the row's length, layer by layer: of a window's layer,
+  // those that its next token attends to.
   static std::vector<std::byte> stored(Engine& engine, int row) {
     std::vector<std::byte> bytes;
     const int length = engine.length(row);
@@ -122,10 +145,10 @@ class CaptureTest : public testing::TestWithParam<Case> {
       const std::size_t element = dtype_info(view.dtype).bytes;
       for (const auto& slot : {EngineTestAccess::keys(engine, layer, row),
                                EngineTestAccess::values(engine, layer, row)}) {
-        for (int p = 0; p < length; ++p) {
+        for (int p = window_begin(length, view.window); p < length; ++p) {
           for (int h = 0; h < view.kv_heads; ++h) {
             const auto at = static_cast<std::ptrdiff_t>(
-                cache_index(p, h, view.kv_heads, view.key_dim) * element);
+                cache_index(p % view.capacity, h, view.kv_heads, view.key_dim) * element);
             const auto size =
                 static_cast<std::ptrdiff_t>(view.key_dim) * static_cast<std::ptrdiff_t>(element);
             bytes.insert(bytes.end(), slot.begin() + at, slot.begin() + at + size);
@@ -247,8 +270,15 @@ TEST_P(CaptureTest, GoingBackAndAppendingAgainGivesTheSameBits) {
   std::vector<Trace> first(1);
   engine.append(row, tokens);
   while (engine.has_work()) record(engine.step(), first);
-  for (const int keep : {0, 1, 63, 64, 65, 129, 130, 150}) {
+  for (const int keep : {0, 1, 63, 64, 65, 129, 130, 150, 160, 180, 198}) {
     const std::vector<TokenId> all(engine.history(row).begin(), engine.history(row).end());
+    const int least = static_cast<int>(all.size()) - engine.max_rewind(row);
+    if (keep > 0 && keep < least) {
+      EXPECT_EQ(GetParam().form, "window");
+      expect_error(ErrorCode::kContextOverflow, "sliding windows",
+                   [&] { engine.keep_first(row, keep); });
+      continue;
+    }
     const std::vector<std::byte> bytes = stored(engine, row);
     engine.keep_first(row, keep);
     std::vector<Trace> again(1);

@@ -57,6 +57,7 @@ struct Shape {
   int capacity = 256;
   int slots = 1;
   DType dtype = DType::kF16;
+  int window = 0;
 };
 
 // A cache full of NaN.
@@ -71,10 +72,12 @@ struct Cache {
     std::memset(values.get(), 0xFF, elements * dtype_info(s.dtype).bytes);
   }
   KvCache view() const {
-    return {keys.get(), values.get(), shape.dtype, shape.capacity, shape.kv_heads, shape.head_dim};
+    return {keys.get(),     values.get(),   shape.dtype, shape.capacity,
+            shape.kv_heads, shape.head_dim, shape.window};
   }
   // The contract's formula: [slots, capacity / 64, kv_heads, 64, head_dim].
   std::size_t index(int slot, int position, int head) const {
+    position %= shape.capacity;
     const auto block = static_cast<std::size_t>(slot * (shape.capacity / 64) + position / 64);
     return ((block * static_cast<std::size_t>(shape.kv_heads) + static_cast<std::size_t>(head)) *
                 64 +
@@ -187,8 +190,9 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
     for (int h = 0; h < s.heads; ++h) {
       const float* q = step.queries.data() + (t * s.heads + h) * s.head_dim;
       std::vector<double> scores(static_cast<std::size_t>(length));
+      const int begin = s.window > 0 ? std::max(0, length - s.window) : 0;
       double top = -HUGE_VAL;
-      for (int p = 0; p < length; ++p) {
+      for (int p = begin; p < length; ++p) {
         const double* key = keys.data() + cache.index(slot, p, h / group);
         double sum = 0;
         for (int d = 0; d < s.head_dim; ++d) sum += static_cast<double>(q[d]) * key[d];
@@ -197,7 +201,7 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
       }
       double total = 0;
       std::vector<double> acc(static_cast<std::size_t>(s.head_dim));
-      for (int p = 0; p < length; ++p) {
+      for (int p = begin; p < length; ++p) {
         const double* value = values.data() + cache.index(slot, p, h / group);
         const double weight = std::exp(scores[static_cast<std::size_t>(p)] - top);
         total += weight;
@@ -285,6 +289,59 @@ TEST_P(Attention, EqualsDoublePrecisionForChunks) {
       const Step step = tail_step(cache, 0, 300, tokens, static_cast<unsigned>(tokens));
       expect_near(run(cache, step, GetParam(), 2), reference(cache, step),
                   std::to_string(tokens) + " tokens");
+    }
+  }
+}
+
+// A window in a ring that is overwritten again and again: the bits of a cache that forgets nothing,
+// which are those of double precision but for rounding. What no token attends to holds NaN.
+TEST_P(Attention, AWindowSeesItsPositionsAndNoOther) {
+  constexpr int kLength = 1000;
+  constexpr int kMost = 70;  // tokens of a step
+  for (const int window : {1, 16, 63, 64, 65, 200, 300}) {
+    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+      Shape shape{.heads = 9, .kv_heads = 3, .capacity = 1024, .dtype = dtype, .window = window};
+      const Cache whole(shape);
+      shape.capacity = (window + kMost - 1 + 63) / 64 * 64;
+      const Cache ring(shape);
+      const int width = shape.kv_heads * shape.head_dim;
+      const std::vector<float> keys = random_floats(static_cast<std::size_t>(kLength * width), 31);
+      const std::vector<float> values =
+          random_floats(static_cast<std::size_t>(kLength * width), 32);
+      std::mt19937 engine(33);
+      for (int at = 0; at < kLength;) {
+        constexpr int kSizes[] = {1, 1, 1, 2, 3, 5, 17, 33, kMost};
+        const int tokens = std::min(kSizes[engine() % std::size(kSizes)], kLength - at);
+        const Step step = tail_step(ring, 0, at + tokens, tokens, static_cast<unsigned>(at));
+        for (const Cache* cache : {&whole, &ring}) {
+          const AppendArgs args{GetParam(),
+                                cache->view(),
+                                tokens,
+                                step.positions.data(),
+                                step.slots.data(),
+                                keys.data() + at * width,
+                                values.data() + at * width,
+                                width};
+          append(args, 0, 1);
+          // The position that has just left the window of the step's first token.
+          for (int h = 0; at >= window && h < shape.kv_heads; ++h) {
+            const std::size_t size = dtype_info(dtype).bytes;
+            const std::size_t place = cache->index(0, at - window, h) * size;
+            const std::size_t bytes = static_cast<std::size_t>(shape.head_dim) * size;
+            std::memset(cache->keys.get() + place, 0xFF, bytes);
+            std::memset(cache->values.get() + place, 0xFF, bytes);
+          }
+        }
+        const std::vector<float> want = run(whole, step, GetParam(), 1);
+        expect_near(want, reference(whole, step), "window " + std::to_string(window));
+        for (const int workers : {1, 2, 5}) {
+          const std::vector<float> got = run(ring, step, GetParam(), workers);
+          ASSERT_TRUE(same_bits(got.data(), want.data(), static_cast<int>(want.size())))
+              << "window " << window << ' ' << dtype_name(dtype) << ": " << tokens
+              << " tokens from " << at << " with " << workers << " workers";
+        }
+        at += tokens;
+      }
     }
   }
 }

@@ -121,6 +121,36 @@ CASES = {
         dict(dtype="bfloat16"),
         ["Q8_0"],
     ),
+    # The longer rows pass their window many times, and the ring that holds it as well.
+    "mistral/window": (
+        MistralConfig,
+        {**SMALL, "sliding_window": 16, "tie_word_embeddings": False,
+         "rope_parameters": rope(theta=1000000.0)},
+        dict(weights_from="mistral/full", rows=(200, 70, 17), max_seq_len=256),
+        [],
+    ),
+    "qwen2/window": (
+        Qwen2Config,
+        {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "use_sliding_window": True,
+         "sliding_window": 65, "max_window_layers": 1, "rope_parameters": rope(theta=1000000.0)},
+        dict(weights_from="qwen2/tied", rows=(220, 66), max_seq_len=256),
+        [],
+    ),
+    # Heads of the widths that real models have.
+    "llama/heads64": (
+        LlamaConfig,
+        {**SMALL, "head_dim": 64, "tie_word_embeddings": True, "rope_parameters": rope()},
+        dict(dtype="float16", keep_hf=False),
+        ["F16"],
+    ),
+    "qwen3/heads128": (
+        Qwen3Config,
+        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
+         "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+         "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="bfloat16"),
+        [],
+    ),
     "qwen2/tied": (
         Qwen2Config,
         {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "use_sliding_window": False,

@@ -34,6 +34,42 @@ TEST(CacheLayout, BytesAreThoseOfTheElements) {
   EXPECT_EQ(CacheLayout({}, {.max_seq_len = 8}).total_bytes(), 0U);  // a stack without attention
 }
 
+// A window's ring does not grow with the sequence, holds a step's tokens beside the window, and is
+// never larger than a layer without one.
+TEST(CacheLayout, AWindowTakesWhatItNeeds) {
+  const std::vector<AttentionSpec> layers = {{2, 16, 16, 100}, {2, 16, 16}, {2, 16, 16, 1}};
+  const CacheLayout layout(layers, {.max_seq_len = 4096, .chunk = 29});
+  EXPECT_EQ(layout.capacity(0), 128);
+  EXPECT_EQ(layout.capacity(1), 4096);
+  EXPECT_EQ(layout.capacity(2), 64);
+  EXPECT_EQ(layout.key_bytes(0), 128U * 2 * 16 * 2);
+  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 4096, .chunk = 30}).capacity(0), 192);
+  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 1 << 20, .chunk = 29}).key_bytes(0),
+            layout.key_bytes(0));
+  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 4096, .rollback_depth = 93}).capacity(0), 256);
+  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 110, .chunk = 110}).capacity(0), 128);
+  // What is left when more than the ring holds has been written.
+  EXPECT_EQ(layout.least_kept(64), 0);
+  EXPECT_EQ(layout.least_kept(65), 1);  // position 0 is gone; the window of 1 needs none
+  EXPECT_EQ(layout.least_kept(128), 64);
+  EXPECT_EQ(layout.least_kept(129), 100);
+  EXPECT_EQ(layout.least_kept(4000), 3971);
+  Arena arena;
+  const StaticCache cache(layout, arena);
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is never read
+  arena.seal(reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40));
+  EXPECT_EQ(cache.layer(0).window, 100);
+  EXPECT_EQ(cache.layer(0).capacity, 128);
+  EXPECT_EQ(cache.layer(1).window, 0);
+}
+
+TEST(CacheLayout, AWindowBeginsWhereItShould) {
+  EXPECT_EQ(window_begin(5, 0), 0);
+  EXPECT_EQ(window_begin(3, 4), 0);  // 0 to 3 are four positions
+  EXPECT_EQ(window_begin(4, 4), 1);
+  EXPECT_EQ(window_begin(9, 1), 9);
+}
+
 // No size wraps around: the largest options on a model of the largest kind.
 TEST(CacheLayout, LargeSizesDoNotWrap) {
   const std::vector<AttentionSpec> layers(1000, {128, 512, 512});

@@ -47,7 +47,8 @@ class RowTableTest : public testing::Test {
         memory_(layout_.bytes() + kAlign),
         shared_(layout_.shared_bytes() + kAlign),
         state_(layout_.bind(aligned(memory_), aligned(shared_))),
-        table_(state_, kRows, kMaxSeqLen, kVocab, backend_) {}
+        caches_(std::vector<AttentionSpec>{{1, 8, 8}}, {.max_seq_len = kMaxSeqLen}),
+        table_(state_, kRows, kMaxSeqLen, kVocab, caches_, backend_) {}
 
   static constexpr std::size_t kAlign = 128;
   static std::byte* aligned(std::vector<std::byte>& memory) {
@@ -107,8 +108,44 @@ class RowTableTest : public testing::Test {
   std::vector<std::byte> memory_;
   std::vector<std::byte> shared_;
   StepState state_;
+  CacheLayout caches_;
   RowTable table_;
 };
+
+// A window keeps what the next token needs and a little more: further back only to the start.
+TEST_F(RowTableTest, AWindowBoundsHowFarARowGoesBack) {
+  constexpr int kLong = 400;
+  const StepStateLayout layout({.rows = 1, .max_seq_len = kLong});
+  std::vector<std::byte> memory(layout.bytes() + kAlign);
+  std::vector<std::byte> shared(layout.shared_bytes() + kAlign);
+  const StepState state = layout.bind(aligned(memory), aligned(shared));
+  // A ring of 128 positions for a window of 70; the other layer could go back any way.
+  const CacheLayout caches(std::vector<AttentionSpec>{{1, 8, 8, 70}, {1, 8, 8}},
+                           {.max_seq_len = kLong, .chunk = 32});
+  RowTable table(state, 1, kLong, kVocab, caches, backend_);
+  const int row = table.open({});
+  const auto grow = [&](int n) {
+    table.append(row, std::vector<TokenId>(static_cast<std::size_t>(n), 1));
+    table.computed(row, n);
+  };
+  grow(128);
+  EXPECT_EQ(table.max_rewind(row), 128);  // nothing has been overwritten
+  grow(1);                                // position 0 has
+  EXPECT_EQ(table.max_rewind(row), 59);   // 70 are left: position 70 reads 1 to 70
+  expect_error(ErrorCode::kContextOverflow, "the last 59 can be taken back",
+               [&] { table.keep_first(row, 69); });
+  EXPECT_EQ(table.row(row).length, 129);
+  table.keep_first(row, 70);
+  EXPECT_EQ(table.max_rewind(row), 0);  // position 0 is still gone
+  grow(20);
+  EXPECT_EQ(table.max_rewind(row), 20);
+  grow(50);  // 140 tokens: positions 0 to 11 are gone
+  EXPECT_EQ(table.max_rewind(row), 140 - 81);
+  table.keep_first(row, 0);  // always
+  EXPECT_EQ(table.max_rewind(row), 0);
+  grow(100);
+  EXPECT_EQ(table.max_rewind(row), 100);
+}
 
 TEST_F(RowTableTest, AFailedWriteChangesNothing) {
   const int row = table_.open(options(1, 20));

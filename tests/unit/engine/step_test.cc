@@ -254,8 +254,9 @@ TEST(EngineMemory, TheDefaultLengthFits) {
   expect_error(ErrorCode::kOutOfMemory, "it does not fit", [&] { Engine(model, o); });
 }
 
-// A window that covers the model's context has no effect there, and would beyond it.
-TEST(EngineMemory, NoLengthIsBeyondTheWindow) {
+// What a window's layers take does not grow with the sequence, and a window that no row outgrows is
+// full attention.
+TEST(EngineMemory, AWindowBoundsItsLayers) {
   const auto folder =
       std::filesystem::temp_directory_path() / ("pianola_window_" + std::to_string(getpid()));
   std::filesystem::create_directories(folder);
@@ -267,13 +268,18 @@ TEST(EngineMemory, NoLengthIsBeyondTheWindow) {
   std::string config = read_text_file(source / "config.json", 1 << 20);
   const std::string none = "\"sliding_window\": null";
   ASSERT_NE(config.find(none), std::string::npos);
-  config.replace(config.find(none), none.size(), "\"sliding_window\": 256");
+  config.replace(config.find(none), none.size(), "\"sliding_window\": 100");
   std::ofstream(folder / "config.json") << config;
   const auto model = CausalModel::open(folder);
-  EngineOptions o{.backend = "reference"};
-  EXPECT_EQ(Engine::plan(*model, o).max_seq_len, 256);
-  o.max_seq_len = 257;
-  expect_error(ErrorCode::kUnsupported, "at most 256", [&] { Engine::plan(*model, o); });
+  const auto bytes = [&](int max_seq_len, int chunk) {
+    return Engine::plan(*model,
+                        {.backend = "reference", .max_seq_len = max_seq_len, .chunk = chunk})
+        .cache_per_slot;
+  };
+  EXPECT_EQ(Engine::plan(*model, {.backend = "reference"}).max_seq_len, 256);
+  EXPECT_EQ(bytes(4096, 29), 2 * bytes(64, 29));
+  EXPECT_EQ(bytes(4096, 30), 3 * bytes(64, 30));
+  EXPECT_EQ(bytes(100, 100), bytes(128, 28));
   std::filesystem::remove_all(folder);
 }
 

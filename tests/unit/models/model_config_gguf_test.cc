@@ -196,8 +196,8 @@ TEST(GgufConfigTest, WhatIsNotComputedIsRefusedByKey) {
                                    {"rope.scaling.yarn_ext_factor", 0.5}};
   expect_refused(yarn, ErrorCode::kUnsupported, "yarn_ext_factor");
   EXPECT_EQ(parse_gguf_config(metadata("llama", {{"attention.sliding_window", number(128)}}))
-                .sliding_window,
-            128);
+                .layer_windows,
+            std::vector<std::int64_t>());
 }
 
 }  // namespace

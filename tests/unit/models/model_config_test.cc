@@ -293,34 +293,40 @@ TEST(HfConfigTest, WhatIsNotComputedIsRefusedByName) {
   expect_unsupported(R"({"rope_interleaved": true})", "rope_interleaved");
   expect_unsupported(R"({"rope_scaling": {"type": "longrope", "factor": 4}})", "longrope");
   expect_unsupported(R"({"rope_scaling": {"type": "su", "factor": 4}})", "'su'");
-  expect_unsupported(R"({"layer_types": ["full_attention", "sliding_attention"]})",
-                     "sliding_attention");
+  expect_unsupported(R"({"layer_types": ["full_attention", "linear_attention"]})",
+                     "linear_attention");
 }
 
-TEST(HfConfigTest, WindowsThatBiteAreRefused) {
-  expect_unsupported(R"({"model_type": "mistral", "sliding_window": 127})", "sliding_window");
-  EXPECT_EQ(parse(R"({"model_type": "mistral", "sliding_window": 128})").sliding_window, 128);
-  EXPECT_EQ(parse(R"({"model_type": "mistral", "sliding_window": null})").sliding_window,
-            std::nullopt);
+TEST(HfConfigTest, WindowsOfLayers) {
+  using Windows = std::vector<std::int64_t>;
+  const auto windows = [](const std::string& text) { return parse(text).layer_windows; };
+  EXPECT_EQ(windows(R"({"model_type": "mistral", "sliding_window": 7})"), (Windows{7, 7}));
+  EXPECT_EQ(windows(R"({"model_type": "mistral", "sliding_window": null})"), Windows());
   // Absent means transformers' default of 4,096.
-  EXPECT_EQ(parse(R"({"model_type": "mistral"})").sliding_window, 4096);
-  expect_unsupported(R"({"model_type": "mistral", "max_position_embeddings": 8192})",
-                     "sliding_window");
+  EXPECT_EQ(windows(R"({"model_type": "mistral"})"), (Windows{4096, 4096}));
   expect_invalid(R"({"model_type": "mistral", "sliding_window": 0})", "sliding_window");
+  expect_invalid(R"({"model_type": "mistral", "sliding_window": 1000000000})", "sliding_window");
 
   for (const char* family : {"qwen2", "qwen3"}) {
     const std::string head = std::string(R"({"model_type": ")") + family + R"(", )";
-    EXPECT_EQ(parse(head + R"("use_sliding_window": false, "sliding_window": 8})").sliding_window,
-              std::nullopt);
-    expect_unsupported(
-        head + R"("use_sliding_window": true, "sliding_window": 8, "max_window_layers": 1})",
-        "sliding_window");
-    // No layer reaches the window.
-    EXPECT_EQ(parse(head + R"("use_sliding_window": true, "sliding_window": 8,
-                              "max_window_layers": 2})")
-                  .sliding_window,
-              std::nullopt);
+    EXPECT_EQ(windows(head + R"("use_sliding_window": false, "sliding_window": 8})"), Windows());
+    const std::string on = head + R"("use_sliding_window": true, "sliding_window": 8, )";
+    EXPECT_EQ(windows(on + R"("max_window_layers": 1})"), (Windows{0, 8}));
+    EXPECT_EQ(windows(on + R"("max_window_layers": 0})"), (Windows{8, 8}));
+    EXPECT_EQ(windows(on + R"("max_window_layers": 2})"), Windows());  // no layer is that far up
+    // A list of the layers' kinds wins.
+    EXPECT_EQ(windows(on + R"("max_window_layers": 0,
+                             "layer_types": ["sliding_attention", "full_attention"]})"),
+              (Windows{8, 0}));
+    EXPECT_EQ(windows(on + R"("layer_types": ["full_attention", "full_attention"]})"), Windows());
+    expect_invalid(on + R"("layer_types": ["full_attention"]})", "layer_types");
+    expect_invalid(head + R"("sliding_window": null,
+                             "layer_types": ["sliding_attention", "full_attention"]})",
+                   "sliding_window");
   }
+  EXPECT_EQ(parse(R"({"model_type": "mistral", "sliding_window": 7})").smallest_window(), 7);
+  EXPECT_EQ(parse(R"({"model_type": "mistral", "sliding_window": null})").smallest_window(),
+            std::nullopt);
 }
 
 }  // namespace
