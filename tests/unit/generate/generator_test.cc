@@ -1,6 +1,10 @@
 // Answers of a tiny checkpoint without a tokenizer: what ends them, and what a batch changes
 // (nothing).
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
 
 #include "models/golden.h"
 #include "pianola/generator.h"
@@ -113,6 +117,32 @@ TEST(Generator, AContinuedRowKeepsWhatItShares) {
   next.prompt.back() = -1;
   EXPECT_THROW(Generator(engine, model, row, next), Error);
   EXPECT_EQ(std::vector<TokenId>(engine.history(row).begin(), engine.history(row).end()), before);
+}
+
+// What a window has let go of is computed again: the answer is that of a fresh row either way.
+TEST(Generator, AContinuedRowWithWindowsKeepsWhatItCan) {
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("pianola_windows_" + std::to_string(getpid()));
+  const std::vector<ModelGolden> goldens = read_all_goldens();
+  const auto golden = std::find_if(goldens.begin(), goldens.end(),
+                                   [](const ModelGolden& g) { return g.name == "mistral/window"; });
+  ASSERT_NE(golden, goldens.end());
+  const Model model = Model::open(prepare_golden_file(golden->files[0], folder).string());
+  Engine engine(model.causal(),
+                {.backend = "cpu", .threads = 1, .max_seq_len = 256, .slots = 2, .chunk = 16});
+  const int row = engine.open_row({});
+  for (const int shared : {190, 100}) {
+    Generator first(engine, model, row, request(3, 200, 5));
+    tokens_of(first);
+    GenerationRequest next = request(3, 200, 8);
+    next.prompt.resize(static_cast<std::size_t>(shared));
+    next.prompt.push_back(199);
+    Generator continued(engine, model, row, next);
+    EXPECT_EQ(continued.stats().reused_tokens, shared == 190 ? 190 : 0);
+    Generator fresh(engine, model, next);
+    EXPECT_EQ(tokens_of(continued), tokens_of(fresh));
+  }
+  std::filesystem::remove_all(folder);
 }
 
 TEST(Generate, ManyAreEachAlone) {
