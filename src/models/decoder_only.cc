@@ -26,6 +26,11 @@ class TableBuilder {
   WeightId vector(Part part, std::int64_t size) {
     return add(part, Shape{size}, WeightRole::kVector);
   }
+  WeightId norm(Part part, std::int64_t size, double offset) {
+    const WeightId id = vector(part, size);
+    tables_.weights.back().offset = static_cast<float>(offset);
+    return id;
+  }
   WeightId vector_if(bool present, Part part, std::int64_t size) {
     return present ? vector(part, size) : WeightId{};
   }
@@ -77,18 +82,29 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c) {
   const std::int64_t q_width = c.num_attention_heads * c.head_dim;
   const std::int64_t kv_width = c.num_key_value_heads * c.head_dim;
   LayerWeights w;
-  w.attention_norm = table.vector(Part::kAttentionNorm, width);
+  const auto norm = [&](Part part, std::int64_t size) {
+    return table.norm(part, size, c.norm_offset);
+  };
+  w.attention_norm = norm(Part::kAttentionNorm, width);
   w.q = table.matrix(Part::kQ, q_width, width);
   w.k = table.matrix(Part::kK, kv_width, width);
   w.v = table.matrix(Part::kV, kv_width, width);
   w.q_bias = table.vector_if(c.qkv_bias, Part::kQBias, q_width);
   w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
   w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
-  w.q_norm = table.vector_if(c.qk_norm, Part::kQNorm, c.head_dim);
-  w.k_norm = table.vector_if(c.qk_norm, Part::kKNorm, c.head_dim);
+  if (c.qk_norm) {
+    w.q_norm = norm(Part::kQNorm, c.head_dim);
+    w.k_norm = norm(Part::kKNorm, c.head_dim);
+  }
   w.o = table.matrix(Part::kO, width, q_width);
   w.o_bias = table.vector_if(c.output_bias, Part::kOBias, width);
-  w.mlp_norm = table.vector(Part::kMlpNorm, width);
+  if (c.post_norms) {
+    w.post_attention_norm = norm(Part::kPostAttentionNorm, width);
+    w.mlp_norm = norm(Part::kPreMlpNorm, width);
+    w.post_mlp_norm = norm(Part::kPostMlpNorm, width);
+  } else {
+    w.mlp_norm = norm(Part::kMlpNorm, width);
+  }
   w.gate = table.matrix(Part::kGate, c.intermediate_size, width);
   w.up = table.matrix(Part::kUp, c.intermediate_size, width);
   w.down = table.matrix(Part::kDown, width, c.intermediate_size);
@@ -99,9 +115,8 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c) {
 }
 
 std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const ModelConfig& config,
-                                       int max_seq_len) {
-  std::vector<float> frequencies =
-      rope_inverse_frequencies(config.rope, config.head_dim, max_seq_len);
+                                       const RopeConfig& rope, int max_seq_len) {
+  std::vector<float> frequencies = rope_inverse_frequencies(rope, config.head_dim, max_seq_len);
   if (config.has_rope_factors_tensor) {
     const TensorInfo& tensor = checkpoint.get(tensor_name(checkpoint.format(), Part::kRopeFactors));
     if (tensor.dtype != DType::kF32) {
@@ -123,9 +138,14 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
   TableBuilder table(checkpoint, tables);
   tables.embedding =
       table.matrix(Part::kEmbedding, config.vocab_size, config.hidden_size, WeightRole::kEmbedding);
-  tables.inverse_frequencies = table.constant("rope.inverse_frequencies",
-                                              inverse_frequencies(checkpoint, config, max_seq_len));
-  tables.attention_factor = rope_attention_scale(config.rope);
+  const auto rope = [&](const char* name, const RopeConfig& r) {
+    return Rope{table.constant(name, inverse_frequencies(checkpoint, config, r, max_seq_len)),
+                config.rope_style, rope_attention_scale(r)};
+  };
+  tables.rope = rope("rope.inverse_frequencies", config.rope);
+  tables.window_rope = config.window_rope
+                           ? rope("rope.window_inverse_frequencies", *config.window_rope)
+                           : tables.rope;
   AttentionSpec cache{.kv_heads = static_cast<int>(config.num_key_value_heads),
                       .key_dim = static_cast<int>(config.head_dim),
                       .value_dim = static_cast<int>(config.head_dim)};
@@ -138,7 +158,7 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
     cache.window = window < max_seq_len ? static_cast<int>(window) : 0;
     tables.caches.push_back(cache);
   }
-  tables.final_norm = table.vector(Part::kFinalNorm, config.hidden_size);
+  tables.final_norm = table.norm(Part::kFinalNorm, config.hidden_size, config.norm_offset);
   tables.head = config.tie_word_embeddings
                     ? table.tied_head(config.vocab_size, config.hidden_size)
                     : table.matrix(Part::kHead, config.vocab_size, config.hidden_size);
@@ -150,7 +170,9 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
   const auto eps = static_cast<float>(config.rms_norm_eps);
   const auto heads = static_cast<std::int32_t>(config.num_attention_heads);
   const std::int64_t q_width = config.num_attention_heads * config.head_dim;
-  const Rope rope{tables.inverse_frequencies, config.rope_style, tables.attention_factor};
+  const double scale = config.attention_scale > 0
+                           ? config.attention_scale
+                           : 1.0 / std::sqrt(static_cast<double>(config.head_dim));
   const auto head_norm = [eps](WeightId weight) {
     return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
   };
@@ -159,9 +181,18 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
   const BufferId q = r.buffer("q", Extent::kTokens, q_width);
   const BufferId attended = r.buffer("attended", Extent::kTokens, q_width);
 
-  r.record(EmbedOp{.table = tables.embedding, .out = x});
+  // What a block adds, where it is normed first.
+  const BufferId added =
+      config.post_norms ? r.buffer("added", Extent::kTokens, config.hidden_size) : BufferId{};
+  const BufferId target = config.post_norms ? added : x;
+  const BufferId residual = config.post_norms ? BufferId{} : x;
+
+  r.record(EmbedOp{
+      .table = tables.embedding, .scale = static_cast<float>(config.embedding_scale), .out = x});
   for (std::int32_t layer = 0; layer < static_cast<std::int32_t>(tables.layers.size()); ++layer) {
     const LayerWeights& w = tables.layers[static_cast<std::size_t>(layer)];
+    const bool windowed =
+        !config.layer_windows.empty() && config.layer_windows[static_cast<std::size_t>(layer)] > 0;
     r.record(QkvOp{.in = x,
                    .norm = {w.attention_norm, eps},
                    .q = w.q,
@@ -172,15 +203,19 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
                    .v_bias = w.v_bias,
                    .q_norm = head_norm(w.q_norm),
                    .k_norm = head_norm(w.k_norm),
-                   .rope = rope,
+                   .rope = windowed ? tables.window_rope : tables.rope,
                    .cache = {layer},
                    .q_out = q});
     r.record(AttentionOp{.q = q,
                          .cache = {layer},
                          .heads = heads,
-                         .scale = 1.0F / std::sqrt(static_cast<float>(config.head_dim)),
+                         .scale = static_cast<float>(scale),
                          .out = attended});
-    r.record(LinearOp{.in = attended, .weight = w.o, .bias = w.o_bias, .residual = x, .out = x});
+    r.record(LinearOp{
+        .in = attended, .weight = w.o, .bias = w.o_bias, .residual = residual, .out = target});
+    if (config.post_norms) {
+      r.record(NormOp{.in = added, .norm = {w.post_attention_norm, eps}, .residual = x, .out = x});
+    }
     r.record(GatedMlpOp{.in = x,
                         .norm = {w.mlp_norm, eps},
                         .gate = w.gate,
@@ -190,8 +225,11 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
                         .up_bias = w.up_bias,
                         .down_bias = w.down_bias,
                         .activation = config.hidden_act,
-                        .residual = x,
-                        .out = x});
+                        .residual = residual,
+                        .out = target});
+    if (config.post_norms) {
+      r.record(NormOp{.in = added, .norm = {w.post_mlp_norm, eps}, .residual = x, .out = x});
+    }
   }
 
   const RmsNorm final_norm{tables.final_norm, eps};

@@ -27,8 +27,11 @@ struct Family {
   RopeStyle gguf_rope_style = RopeStyle::kHalf;
   bool gguf_qkv_bias = false;
   bool gguf_qk_norm = false;
+  // The rest of it, once the shared keys are read.
+  void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;
 };
 
+extern const Family kGemma3;
 extern const Family kLlama;
 extern const Family kMistral;
 extern const Family kQwen2;
@@ -44,6 +47,10 @@ std::string known_families(std::string_view Family::* field);
 
 // Absent is not null: transformers fills in its default only for the first.
 bool is_absent(const JsonObject& object, std::string_view key);
+
+// One rope_scaling or rope_parameters object into `out`.
+void parse_rope_parameters(const JsonObject& root, const JsonObject& rope,
+                           const ModelConfig& config, RopeConfig& out);
 
 // A window for the layers from `first_layer` on.
 void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,

@@ -22,15 +22,17 @@ namespace pianola {
 struct LayerWeights {
   WeightId attention_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, o_bias;
   WeightId mlp_norm, gate, up, down, gate_bias, up_bias, down_bias;
+  WeightId post_attention_norm, post_mlp_norm;  // where the model has them
 };
 
 // The weight table and where in it each part of a decoder lies.
 struct ModelTables {
   std::vector<WeightDecl> weights;
   std::vector<AttentionSpec> caches;
-  WeightId embedding, final_norm, head, inverse_frequencies;
+  WeightId embedding, final_norm, head;
+  Rope rope;         // of layers without a window, or of all
+  Rope window_rope;  // of layers with one
   std::vector<LayerWeights> layers;
-  float attention_factor = 1;
 };
 
 class CausalModel {

@@ -61,9 +61,10 @@ void check_partial_rotary(const JsonObject& object) {
   }
 }
 
-// The fields of one rope_scaling or rope_parameters object, for its kind.
-void parse_rope_scaling(const JsonObject& root, const JsonObject& rope, ModelConfig& config) {
-  RopeConfig& out = config.rope;
+}  // namespace
+
+void parse_rope_parameters(const JsonObject& root, const JsonObject& rope,
+                           const ModelConfig& config, RopeConfig& out) {
   out.kind = parse_rope_kind(rope);
   if (const auto theta = rope.find_float("rope_theta")) out.theta = *theta;
   check_partial_rotary(rope);
@@ -92,6 +93,8 @@ void parse_rope_scaling(const JsonObject& root, const JsonObject& rope, ModelCon
   out.attention_factor = rope.find_float("attention_factor");
 }
 
+namespace {
+
 // transformers 5 writes rope_parameters with the base inside; before, rope_theta stood at the top
 // and rope_scaling beside it, null when there was none.
 void parse_rope(const JsonObject& root, ModelConfig& config) {
@@ -102,7 +105,9 @@ void parse_rope(const JsonObject& root, ModelConfig& config) {
   config.rope.theta = root.find_float("rope_theta").value_or(10000.0);
   // Both are set only in files edited by hand; transformers then takes rope_scaling.
   const char* key = root.find("rope_scaling") ? "rope_scaling" : "rope_parameters";
-  if (const auto rope = root.find_object(key)) parse_rope_scaling(root, *rope, config);
+  if (const auto rope = root.find_object(key)) {
+    parse_rope_parameters(root, *rope, config, config.rope);
+  }
 }
 
 void refuse_unsupported_fields(const JsonObject& root) {

@@ -55,7 +55,7 @@ struct RopeConfig {
 };
 
 struct ModelConfig {
-  // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3".
+  // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text".
   std::string model_type;
 
   std::int64_t vocab_size = 0;
@@ -75,7 +75,13 @@ struct ModelConfig {
   bool qk_norm = false;              // an RMS norm of each q and k head before rope (Qwen3)
   bool tie_word_embeddings = false;  // the head reads the embedding
 
+  bool post_norms = false;  // what attention and the MLP add is normed first (Gemma)
+  double norm_offset = 0;   // norms multiply by it plus their weight: 1 in Gemma's own files
+  double embedding_scale = 1;
+  double attention_scale = 0;  // of the scores; 0: 1 / sqrt(head_dim)
+
   RopeConfig rope;
+  std::optional<RopeConfig> window_rope;  // of layers with a window, when theirs differs
   // GGUF files of architecture llama hold q and k rows permuted for interleaved pairs; the op knows
   // both styles, so no weight is permuted at load.
   RopeStyle rope_style = RopeStyle::kHalf;
@@ -106,7 +112,7 @@ ModelConfig parse_hf_config(const boost::json::value& config,
 void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
                              const std::string& where = "generation_config.json");
 
-// From GGUF metadata (general.architecture llama, qwen2 or qwen3).
+// From GGUF metadata (general.architecture llama, qwen2, qwen3 or gemma3).
 ModelConfig parse_gguf_config(const Metadata& metadata);
 
 }  // namespace pianola

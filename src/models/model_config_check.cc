@@ -86,6 +86,7 @@ void check_model_config(const ModelConfig& config, const FieldName& name) {
   check_sizes(config, name);
   check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
   check_rope(config.rope, name);
+  if (config.window_rope) check_rope(*config.window_rope, name);
   const std::int64_t last = config.vocab_size - 1;
   if (config.bos_token_id) check_int(name, "bos_token_id", *config.bos_token_id, 0, last);
   for (const std::int64_t id : config.eos_token_ids) check_int(name, "eos_token_id", id, 0, last);

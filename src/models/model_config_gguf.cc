@@ -254,8 +254,12 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
   config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
   read_special_tokens(metadata, config);
   refuse_unsupported_keys(metadata, keys, config);
-  refuse_window(keys, config);
   config.rope = read_rope(metadata, keys, config);
+  if (family.finish_gguf) {
+    family.finish_gguf(metadata, config);
+  } else {
+    refuse_window(keys, config);
+  }
   check_model_config(config, name);
   return config;
 }

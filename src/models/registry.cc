@@ -5,7 +5,8 @@
 namespace pianola {
 
 std::span<const Family* const> families() {
-  static constexpr std::array<const Family*, 4> kFamilies = {&kLlama, &kMistral, &kQwen2, &kQwen3};
+  static constexpr std::array<const Family*, 5> kFamilies = {&kGemma3, &kLlama, &kMistral, &kQwen2,
+                                                             &kQwen3};
   return kFamilies;
 }
 

@@ -16,7 +16,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 22> kNames = {{
+constexpr std::array<Names, 25> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -33,6 +33,9 @@ constexpr std::array<Names, 22> kNames = {{
     {true, "q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight"},
     {true, "k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight"},
     {true, "mlp_norm", "ffn_norm.weight", "post_attention_layernorm.weight"},
+    {true, "post_attention_norm", "post_attention_norm.weight", "post_attention_layernorm.weight"},
+    {true, "mlp_norm", "ffn_norm.weight", "pre_feedforward_layernorm.weight"},
+    {true, "post_mlp_norm", "post_ffw_norm.weight", "post_feedforward_layernorm.weight"},
     {true, "gate_proj", "ffn_gate.weight", "mlp.gate_proj.weight"},
     {true, "up_proj", "ffn_up.weight", "mlp.up_proj.weight"},
     {true, "down_proj", "ffn_down.weight", "mlp.down_proj.weight"},

@@ -27,6 +27,9 @@ enum class Part : std::uint8_t {
   kQNorm,
   kKNorm,
   kMlpNorm,
+  kPostAttentionNorm,  // of what attention adds to the residual
+  kPreMlpNorm,         // kMlpNorm where there is a kPostAttentionNorm
+  kPostMlpNorm,
   kGate,
   kUp,
   kDown,

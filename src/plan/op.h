@@ -42,19 +42,24 @@ struct Rope {
   float attention_factor = 1;  // cos and sin are multiplied by it (YaRN)
 };
 
-enum class Activation : std::uint8_t { kSilu };
-
-// out[t] = table[token[t]]; 0 for a masked token.
-struct EmbedOp {
-  WeightId table;  // [vocab, width]
-  BufferId out;    // [T, width]
+enum class Activation : std::uint8_t {
+  kSilu,      // x / (1 + e^-x)
+  kGeluTanh,  // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))
 };
 
-// out[t] = norm(in[t])
+// out[t] = table[token[t]] * scale; 0 for a masked token.
+struct EmbedOp {
+  WeightId table;   // [vocab, width]
+  float scale = 1;  // Gemma: the root of the width
+  BufferId out;     // [T, width]
+};
+
+// out[t] = norm(in[t]) + residual[t]. `out` may be `residual`.
 struct NormOp {
   BufferId in;  // [T, width]
   RmsNorm norm;
-  BufferId out;  // [T, width]
+  BufferId residual;  // [T, width], optional
+  BufferId out;       // [T, width]
 };
 
 // out[t] = W in[t] + bias + residual[t]. `out` may be `residual`.
@@ -100,7 +105,7 @@ struct GatedMlpOp {
   WeightId down;                           // [width, ff]
   WeightId gate_bias, up_bias, down_bias;  // optional
   Activation activation = Activation::kSilu;
-  BufferId residual;  // [T, width]
+  BufferId residual;  // [T, width], optional
   BufferId out;       // [T, width]
 };
 

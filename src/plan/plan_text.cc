@@ -17,15 +17,16 @@ class Printer {
       : plan_(plan), weights_(weights), caches_(caches) {}
 
   std::string operator()(const EmbedOp& o) const {
-    return fmt::format("embed      {} <- token  table={}", b(o.out), w(o.table));
+    return fmt::format("embed      {} <- token  table={}{}", b(o.out), w(o.table),
+                       o.scale == 1 ? "" : fmt::format(" scale={:.6g}", o.scale));
   }
   std::string operator()(const NormOp& o) const {
-    return fmt::format("norm       {} <- {}  {}", b(o.out), b(o.in), norm("norm", o.norm));
+    return fmt::format("norm       {} <- {}{}  {}", b(o.out), b(o.in), plus(o.residual),
+                       norm("norm", o.norm));
   }
   std::string operator()(const LinearOp& o) const {
-    return fmt::format("linear     {} <- {}{}  weight={}{}", b(o.out), b(o.in),
-                       o.residual.valid() ? fmt::format(" + {}", b(o.residual)) : "", w(o.weight),
-                       optional("bias", o.bias));
+    return fmt::format("linear     {} <- {}{}  weight={}{}", b(o.out), b(o.in), plus(o.residual),
+                       w(o.weight), optional("bias", o.bias));
   }
   std::string operator()(const QkvOp& o) const {
     std::string text =
@@ -47,10 +48,11 @@ class Printer {
                        kv.window > 0 ? fmt::format(" window={}", kv.window) : "");
   }
   std::string operator()(const GatedMlpOp& o) const {
-    return fmt::format("gated_mlp  {} <- {} + {}  {} gate={} up={} down={} act=silu{}{}{}",
-                       b(o.out), b(o.in), b(o.residual), norm("norm", o.norm), w(o.gate), w(o.up),
-                       w(o.down), optional("gate_bias", o.gate_bias),
-                       optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
+    return fmt::format("gated_mlp  {} <- {}{}  {} gate={} up={} down={} act={}{}{}{}", b(o.out),
+                       b(o.in), plus(o.residual), norm("norm", o.norm), w(o.gate), w(o.up),
+                       w(o.down), o.activation == Activation::kSilu ? "silu" : "gelu_tanh",
+                       optional("gate_bias", o.gate_bias), optional("up_bias", o.up_bias),
+                       optional("down_bias", o.down_bias));
   }
   std::string operator()(const LmHeadOp& o) const {
     return fmt::format("lm_head    {} <- {}[logit_token]  {} weight={}", b(o.logits), b(o.in),
@@ -68,6 +70,7 @@ class Printer {
  private:
   std::string b(BufferId id) const { return fmt::format("%{}", plan_.buffer(id).name); }
   std::string w(WeightId id) const { return weights_[static_cast<std::size_t>(id.index)].name; }
+  std::string plus(BufferId id) const { return id.valid() ? fmt::format(" + {}", b(id)) : ""; }
   std::string optional(const char* name, WeightId id) const {
     return id.valid() ? fmt::format(" {}={}", name, w(id)) : "";
   }

@@ -80,12 +80,17 @@ void Recorder::check(const EmbedOp& op) const {
   const std::int64_t out = width(op.out, Extent::kTokens);
   expect(weight(op.table).role == WeightRole::kEmbedding && weight(op.table).cols == out,
          "an embedding table as wide as its output");
+  expect(op.scale > 0, "a positive scale");
 }
 
 void Recorder::check(const NormOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
   expect_norm(op.norm, in);
   expect(width(op.out, Extent::kTokens) == in, "equal widths");
+  if (op.residual.valid()) {
+    expect(width(op.residual, Extent::kTokens) == in, "a residual as wide as the output");
+    expect(op.in != op.out && op.in != op.residual, "input apart from residual and output");
+  }
 }
 
 void Recorder::check(const LinearOp& op) const {
@@ -139,7 +144,9 @@ void Recorder::check(const GatedMlpOp& op) const {
   expect_optional_vector(op.gate_bias, ff);
   expect_optional_vector(op.up_bias, ff);
   expect_optional_vector(op.down_bias, out);
-  expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
+  if (op.residual.valid()) {
+    expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
+  }
 }
 
 void Recorder::check(const LmHeadOp& op) const {

@@ -1,5 +1,7 @@
 #include "tensor/weight_layout.h"
 
+#include "tensor/quant_format.h"
+
 namespace pianola {
 
 const char* weight_role_name(WeightRole role) {
@@ -12,6 +14,11 @@ const char* weight_role_name(WeightRole role) {
       return "vector";
   }
   return "?";
+}
+
+void read_vector(const WeightDecl& decl, const std::byte* source, float* values) {
+  dequantize_row(decl.dtype, source, values, static_cast<std::size_t>(decl.cols));
+  for (std::int64_t i = 0; decl.offset != 0 && i < decl.cols; ++i) values[i] += decl.offset;
 }
 
 }  // namespace pianola

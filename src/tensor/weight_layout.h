@@ -29,11 +29,15 @@ struct WeightDecl {
   std::int64_t rows = 1;
   std::int64_t cols = 0;
   std::vector<float> constant;  // [cols]: computed by the model instead of read (rope frequencies)
+  float offset = 0;             // of a vector: added to each element that is read (norms by 1 + w)
 
   std::size_t source_bytes() const {
     return static_cast<std::size_t>(rows) * row_bytes(dtype, cols);
   }
 };
+
+// A vector's [cols] values from its bytes in the checkpoint, unaligned.
+void read_vector(const WeightDecl& decl, const std::byte* source, float* values);
 
 // Where the bytes of a weight are when the model runs.
 struct WeightLayout {

@@ -108,8 +108,8 @@ inline ModelGolden read_golden(const std::filesystem::path& folder) {
 inline std::vector<ModelGolden> read_all_goldens() {
   std::vector<ModelGolden> goldens;
   for (const char* name :
-       {"llama/untied", "llama/tied", "llama/bias", "llama/linear", "llama/dynamic", "llama/yarn",
-        "llama/llama3", "llama/q4", "llama/smollm2", "llama/heads64", "mistral/full",
+       {"gemma3/mixed", "llama/untied", "llama/tied", "llama/bias", "llama/linear", "llama/dynamic",
+        "llama/yarn", "llama/llama3", "llama/q4", "llama/smollm2", "llama/heads64", "mistral/full",
         "mistral/window", "qwen2/tied", "qwen2/window", "qwen3/tied", "qwen3/heads128"}) {
     goldens.push_back(read_golden(golden_folder() / name));
   }

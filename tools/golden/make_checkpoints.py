@@ -27,7 +27,7 @@ import zlib
 import numpy as np
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import gguf_export
 
@@ -50,6 +50,17 @@ def rope(kind="default", theta=10000.0, **fields):
 # name: (config class, fields, how to store it, GGUF types).
 # store: dtype; shards; legacy: config.json as transformers 4 wrote it; weights_from; rows; grid.
 CASES = {
+    "gemma3/mixed": (
+        Gemma3TextConfig,
+        {**SMALL, "num_hidden_layers": 3, "head_dim": 32, "query_pre_attn_scalar": 20,
+         "sliding_window": 16,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+         "rope_parameters": {
+             "sliding_attention": rope(theta=10000.0),
+             "full_attention": rope("linear", theta=1000000.0, factor=8.0)}},
+        dict(dtype="bfloat16", rows=(200, 17), max_seq_len=256),
+        [],
+    ),
     "llama/untied": (
         LlamaConfig,
         {**SMALL, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False,
@@ -345,7 +356,7 @@ def make_case(case, extra_gguf=None):
     sensitivity = check_sensitivity(model, tensors, rows, logits)
     for kind in gguf_types:
         gguf_export.export(folder / f"{kind.lower()}.gguf", config, tensors, kind)
-    if extra_gguf and config.rope_parameters["rope_type"] != "dynamic":
+    if extra_gguf and config.rope_parameters.get("rope_type", "dynamic") != "dynamic":
         gguf_export.export(extra_gguf / f"{case.replace('/', '-')}-f32.gguf", config, tensors, "F32")
     golden = write_golden(folder, case, model, store, rows, logits, exact, rounded, gguf_types)
     print(

@@ -73,9 +73,7 @@ WeightLayout CpuBackend::weight_layout(const WeightDecl& decl) const {
 void CpuBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::byte* source,
                         std::byte* destination) {
   if (decl.role == WeightRole::kVector) {
-    dequantize_row(decl.dtype, source, reinterpret_cast<float*>(destination),
-                   static_cast<std::size_t>(decl.cols));
-    return;
+    return read_vector(decl, source, reinterpret_cast<float*>(destination));
   }
   pool_.run([&](int worker, int workers) {
     const RowRange rows = worker_rows(static_cast<int>(decl.rows), worker, workers);

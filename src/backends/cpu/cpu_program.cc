@@ -27,10 +27,20 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
   for (const Op& op : plan.ops) {
     const auto* qkv = std::get_if<QkvOp>(&op);
     if (!qkv) continue;
-    PIANOLA_CHECK(!qkv_ || qkv_->rope.inverse_frequencies == qkv->rope.inverse_frequencies,
-                  "layers with different ropes");
-    qkv_ = qkv;
+    if (rope_index(qkv->rope) == static_cast<int>(ropes_.size())) ropes_.push_back(&qkv->rope);
   }
+}
+
+int CpuProgram::rope_index(const Rope& rope) const {
+  const auto found = std::find_if(ropes_.begin(), ropes_.end(), [&rope](const Rope* known) {
+    return known->inverse_frequencies == rope.inverse_frequencies;
+  });
+  return static_cast<int>(found - ropes_.begin());
+}
+
+float* CpuProgram::rope_rows(const Rope& rope) const {
+  return scratch<float>(layout_.rope +
+                        static_cast<std::size_t>(rope_index(rope)) * layout_.rope_bytes);
 }
 
 void CpuProgram::replay() {
@@ -56,12 +66,13 @@ void CpuProgram::begin_step(Worker w) {
   for (int t = range.begin; t < range.end; ++t) {
     scratch<std::int32_t>(layout_.slots)[t] = s.row_of[s.lane_of[t]];
   }
-  if (!qkv_ || range.begin == range.end) return;
-  const BoundWeight& frequencies = bound_.weight(qkv_->rope.inverse_frequencies);
-  const int half = static_cast<int>(frequencies.decl->cols);
-  rope_table(s.position + range.begin, range.end - range.begin, frequencies.f32(), half,
-             qkv_->rope.attention_factor,
-             scratch<float>(layout_.rope) + std::int64_t{range.begin} * 2 * half);
+  if (range.begin == range.end) return;
+  for (const Rope* rope : ropes_) {
+    const BoundWeight& frequencies = bound_.weight(rope->inverse_frequencies);
+    const int half = static_cast<int>(frequencies.decl->cols);
+    rope_table(s.position + range.begin, range.end - range.begin, frequencies.f32(), half,
+               rope->attention_factor, rope_rows(*rope) + std::int64_t{range.begin} * 2 * half);
+  }
 }
 
 void CpuProgram::execute(const EmbedOp& op, Worker w) {
@@ -80,6 +91,7 @@ void CpuProgram::execute(const EmbedOp& op, Worker w) {
     } else {  // the packed head of a model with tied embeddings
       unpack_row(table.layout.dtype, table.data, static_cast<std::int64_t>(width), s.token[t], out);
     }
+    if (op.scale != 1) f_.scale(out, op.scale, static_cast<int>(width), out);
   }
   pool_.barrier();
 }
@@ -88,8 +100,14 @@ void CpuProgram::execute(const NormOp& op, Worker w) {
   const std::int64_t width = bound_.width(op.in);
   const Range range = share(tokens(), w);
   for (int t = range.begin; t < range.end; ++t) {
-    f_.rms_norm(bound_.buffer(op.in) + t * width, bound_.vector(op.norm.weight), op.norm.eps,
-                static_cast<int>(width), bound_.buffer(op.out) + t * width);
+    const int n = static_cast<int>(width);
+    float* out = bound_.buffer(op.out) + t * width;
+    float* normed = op.residual.valid() ? scratch<float>(layout_.normed) + t * width : out;
+    f_.rms_norm(bound_.buffer(op.in) + t * width, bound_.vector(op.norm.weight), op.norm.eps, n,
+                normed);
+    if (!op.residual.valid()) continue;
+    if (op.out != op.residual) std::copy_n(bound_.buffer(op.residual) + t * width, n, out);
+    f_.add(normed, n, out);
   }
   pool_.barrier();
 }
@@ -193,14 +211,16 @@ void CpuProgram::execute(const GatedMlpOp& op, Worker w) {
   project(w, op.gate, op.gate_bias, x, nullptr, gate);
   project(w, op.up, op.up_bias, x, nullptr, up);
   const RowRange own = worker_rows(ff, w.index, w.count);
+  const auto activate = op.activation == Activation::kSilu ? f_.gate : f_.gate_gelu;
   for (int t = 0; t < tokens() && own.begin < own.end; ++t) {
     const std::int64_t at = std::int64_t{t} * ff + own.begin;
-    f_.gate(gate + at, up + at, own.end - own.begin, gate + at);
+    activate(gate + at, up + at, own.end - own.begin, gate + at);
   }
   pool_.barrier();
   const Prepared h = prepare(w, tokens(), ff, [&](int t) { return gate + std::int64_t{t} * ff; },
                              nullptr, {op.down});
-  project(w, op.down, op.down_bias, h, bound_.buffer(op.residual), bound_.buffer(op.out));
+  project(w, op.down, op.down_bias, h, op.residual.valid() ? bound_.buffer(op.residual) : nullptr,
+          bound_.buffer(op.out));
   pool_.barrier();
 }
 
@@ -280,7 +300,7 @@ void CpuProgram::finish_heads(const QkvOp& op, Range range) {
        {scratch<float>(layout_.values), kv_width, bound_.vector(op.v_bias), &no_norm, false}}};
   const auto rotate = op.rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
   for (int t = range.begin; t < range.end; ++t) {
-    const float* cosines = scratch<float>(layout_.rope) + std::int64_t{t} * 2 * half;
+    const float* cosines = rope_rows(op.rope) + std::int64_t{t} * 2 * half;
     for (const Part& part : parts) {
       float* x = part.x + std::int64_t{t} * part.width;
       if (part.bias) f_.add(part.bias, part.width, x);

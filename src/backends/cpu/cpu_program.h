@@ -66,6 +66,9 @@ class CpuProgram final : public Program {
   // Bias, head norms and rope of the tokens in `range`.
   void finish_heads(const QkvOp& op, Range range);
 
+  // The place of a rope among ropes_, or behind them; and its table, [T, 2, key_dim / 2].
+  int rope_index(const Rope& rope) const;
+  float* rope_rows(const Rope& rope) const;
   PackedWeight packed(WeightId id) const;
   KvCache kv_cache(CacheId id) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
@@ -82,8 +85,8 @@ class CpuProgram final : public Program {
   const Elementwise& f_;
   ThreadPool& pool_;
   CpuScratch layout_;
-  int widest_ = 0;              // floats of one row of `normed`
-  const QkvOp* qkv_ = nullptr;  // any one: the rope table is made for all of them
+  int widest_ = 0;                  // floats of one row of `normed`
+  std::vector<const Rope*> ropes_;  // of different frequencies: a table each
 };
 
 }  // namespace pianola::cpu

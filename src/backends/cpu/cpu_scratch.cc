@@ -1,6 +1,7 @@
 #include "backends/cpu/cpu_scratch.h"
 
 #include <algorithm>
+#include <set>
 
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/linear.h"
@@ -19,6 +20,7 @@ struct Needs {
 
   std::int64_t widest_input = 0;
   std::int64_t rope_half = 0;
+  std::set<std::int32_t> ropes;  // their frequencies
   std::int64_t kv_width = 0;
   std::int64_t ff = 0;
   std::int64_t score_vocab = 0;
@@ -55,6 +57,7 @@ struct Needs {
     matrix(op.v);
     kv_width = std::max({kv_width, decl(op.k).rows, decl(op.v).rows});
     rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
+    ropes.insert(op.rope.inverse_frequencies.index);
   }
   void operator()(const AttentionOp& op) {
     const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(op.cache.index)];
@@ -98,7 +101,8 @@ CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa,
   CpuScratch s;
   Arena arena;
   s.slots = arena.reserve(tokens * sizeof(std::int32_t));
-  s.rope = arena.reserve(tokens * 2 * floats(needs.rope_half));
+  s.rope_bytes = aligned(tokens * 2 * floats(needs.rope_half));
+  s.rope = arena.reserve(needs.ropes.size() * s.rope_bytes);
   s.normed = arena.reserve(std::max(tokens, kOwnTokens * count) * floats(needs.widest_input));
   s.activation_bytes = aligned(needs.activation_bytes);
   s.activations = arena.reserve(3 * s.activation_bytes);

@@ -19,8 +19,9 @@ inline constexpr int kOwnTokens = 2;
 
 // Byte offsets into the scratch.
 struct CpuScratch {
-  std::size_t slots = 0;   // [T] int32: cache slot of each token
-  std::size_t rope = 0;    // [T, 2, key_dim / 2]
+  std::size_t slots = 0;  // [T] int32: cache slot of each token
+  std::size_t rope = 0;   // [T, 2, key_dim / 2] for each kind of rope
+  std::size_t rope_bytes = 0;
   std::size_t normed = 0;  // [max(T, kOwnTokens * workers), widest]
   std::size_t activations =
       0;  // of one kind; three regions, then one of kOwnTokens a worker and kind

@@ -74,7 +74,7 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
                          std::byte* destination) {
   if (decl.role == WeightRole::kVector) {
     std::vector<float> values(static_cast<std::size_t>(decl.cols));
-    dequantize_row(decl.dtype, source, values.data(), values.size());
+    read_vector(decl, source, values.data());
     device_.write(destination, values.data(), values.size() * sizeof(float));
     device_.synchronize();
     return;
@@ -94,8 +94,30 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
   device_.synchronize();
 }
 
+namespace {
+
+// What the op set has and no kernel of this backend computes; null when there is nothing.
+const char* missing_kernel(const Op& op) {
+  if (const auto* embed = std::get_if<EmbedOp>(&op)) {
+    return embed->scale != 1 ? "an embedding that is scaled" : nullptr;
+  }
+  if (const auto* norm = std::get_if<NormOp>(&op)) {
+    return norm->residual.valid() ? "a norm before the residual" : nullptr;
+  }
+  if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
+    if (mlp->activation != Activation::kSilu) return "an activation other than silu";
+    return mlp->residual.valid() ? nullptr : "an MLP without a residual";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
 void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
+    if (const char* missing = missing_kernel(op)) {
+      fail(ErrorCode::kUnsupported, "cuda backend: {}: {} has no kernel", op_name(op), missing);
+    }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
     const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];

@@ -25,6 +25,12 @@ float silu(float x) {
   return static_cast<float>(v / (1.0 + std::exp(-v)));
 }
 
+float gelu_tanh(float x) {
+  const double v = x;
+  const double u = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
+  return static_cast<float>(0.5 * v * (1.0 + std::tanh(u)));
+}
+
 // Normalises the token that logit row r reads, into the scratch.
 std::span<const float> normed_logit_row(const BoundPlan& bound, BufferId in, const RmsNorm& norm,
                                         std::int64_t r) {
@@ -69,6 +75,7 @@ void run(const EmbedOp& op, const BoundPlan& bound) {
     } else {
       dequantize_row(table.layout.dtype, table.data + static_cast<std::size_t>(s.token[t]) * stride,
                      out, width);
+      for (std::size_t i = 0; i < width; ++i) out[i] *= op.scale;
     }
   }
 }
@@ -76,8 +83,12 @@ void run(const EmbedOp& op, const BoundPlan& bound) {
 void run(const NormOp& op, const BoundPlan& bound) {
   const std::int64_t width = bound.width(op.in);
   for (std::int32_t t = 0; t < bound.state().counts->tokens; ++t) {
+    float* out = bound.buffer(op.out) + t * width;
+    const float* residual = op.residual.valid() ? bound.buffer(op.residual) + t * width : nullptr;
+    auto* normed = residual ? reinterpret_cast<float*>(bound.scratch()) : out;
     rms_norm({bound.buffer(op.in) + t * width, static_cast<std::size_t>(width)},
-             bound.vector(op.norm.weight), op.norm.eps, bound.buffer(op.out) + t * width);
+             bound.vector(op.norm.weight), op.norm.eps, normed);
+    for (std::int64_t i = 0; residual && i < width; ++i) out[i] = residual[i] + normed[i];
   }
 }
 
@@ -92,7 +103,7 @@ void run(const LinearOp& op, const BoundPlan& bound) {
 }
 
 void run(const GatedMlpOp& op, const BoundPlan& bound) {
-  PIANOLA_CHECK(op.activation == Activation::kSilu, "unknown activation");
+  const auto activate = op.activation == Activation::kSilu ? silu : gelu_tanh;
   const std::int64_t in = bound.width(op.in);
   const std::int64_t out = bound.width(op.out);
   const std::int64_t ff = bound.weight(op.gate).decl->rows;
@@ -104,9 +115,10 @@ void run(const GatedMlpOp& op, const BoundPlan& bound) {
              bound.vector(op.norm.weight), op.norm.eps, normed);
     matvec(bound.weight(op.gate), bound.vector(op.gate_bias), normed, nullptr, gate);
     matvec(bound.weight(op.up), bound.vector(op.up_bias), normed, nullptr, up);
-    for (std::int64_t i = 0; i < ff; ++i) gate[i] = silu(gate[i]) * up[i];
+    for (std::int64_t i = 0; i < ff; ++i) gate[i] = activate(gate[i]) * up[i];
     matvec(bound.weight(op.down), bound.vector(op.down_bias), gate,
-           bound.buffer(op.residual) + t * out, bound.buffer(op.out) + t * out);
+           op.residual.valid() ? bound.buffer(op.residual) + t * out : nullptr,
+           bound.buffer(op.out) + t * out);
   }
 }
 
@@ -143,6 +155,8 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
     const AttentionSpec& cache = tables.caches[static_cast<std::size_t>(attention->cache.index)];
     bytes = static_cast<std::size_t>(cache.value_dim) * sizeof(double);
     floats = tables.cache_shape.capacity + std::max(cache.key_dim, cache.value_dim);
+  } else if (const auto* norm = std::get_if<NormOp>(&op)) {
+    floats = norm->residual.valid() ? plan.buffer(norm->in).width : 0;
   } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
     floats = plan.buffer(mlp->in).width + 2 * weight(mlp->gate).rows;
   } else if (const auto* head = std::get_if<LmHeadOp>(&op)) {

@@ -56,6 +56,9 @@ WeightLayout ReferenceBackend::weight_layout(const WeightDecl& decl) const {
 
 void ReferenceBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::byte* source,
                               std::byte* destination) {
+  if (decl.role == WeightRole::kVector) {
+    return read_vector(decl, source, reinterpret_cast<float*>(destination));
+  }
   dequantize_row(decl.dtype, source, reinterpret_cast<float*>(destination),
                  static_cast<std::size_t>(decl.rows * decl.cols));
 }

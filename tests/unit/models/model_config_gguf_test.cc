@@ -180,9 +180,32 @@ TEST(GgufConfigTest, RopeScaling) {
   EXPECT_FLOAT_EQ(rope_attention_scale(rope(more)), 0.5F * rope_attention_scale(plain));
 }
 
-TEST(GgufConfigTest, WhatIsNotComputedIsRefusedByKey) {
-  expect_refused({{"general.architecture", std::string("gemma3")}}, ErrorCode::kUnsupported,
+TEST(GgufConfigTest, ReadsGemma3) {
+  const auto gemma = [](std::vector<Entry> changes) {
+    changes.emplace_back("attention.sliding_window", number(9));
+    changes.emplace_back("attention.key_length", number(32));
+    return parse_gguf_config(metadata("gemma3", changes));
+  };
+  const ModelConfig config = gemma({{"block_count", number(7)}, {"rope.freq_base", 5000.0}});
+  EXPECT_EQ(config.hidden_act, Activation::kGeluTanh);
+  EXPECT_TRUE(config.post_norms);
+  EXPECT_TRUE(config.qk_norm);
+  EXPECT_EQ(config.norm_offset, 0);  // the files hold 1 + w
+  EXPECT_EQ(config.embedding_scale, 8);
+  EXPECT_EQ(config.attention_scale, 0);
+  EXPECT_THAT(config.layer_windows, ElementsAre(9, 9, 9, 9, 9, 0, 9));
+  EXPECT_EQ(config.rope.theta, 5000);
+  EXPECT_EQ(config.window_rope, RopeConfig{.theta = 1e4});
+  EXPECT_EQ(gemma({{"rope.freq_base_swa", 70.0}}).window_rope, RopeConfig{.theta = 70});
+  EXPECT_EQ(gemma({{"rope.freq_base", kErase}}).rope.theta, 1e6);
+  EXPECT_EQ(gemma({{"block_count", number(62)}}).attention_scale, 0.25);  // the 27B model's rule
+  expect_refused({{"general.architecture", std::string("gemma3")}}, ErrorCode::kInvalidModel,
                  "gemma3");
+}
+
+TEST(GgufConfigTest, WhatIsNotComputedIsRefusedByKey) {
+  expect_refused({{"general.architecture", std::string("gemma2")}}, ErrorCode::kUnsupported,
+                 "gemma2");
   expect_unsupported("rope.scaling.type", std::string("longrope"));
   expect_unsupported("rope.scaling.attn_factor", 1.5);
   expect_unsupported("rope.dimension_count", number(8));

@@ -282,7 +282,7 @@ TEST(HfConfigTest, RopeFieldsAreChecked) {
 }
 
 TEST(HfConfigTest, WhatIsNotComputedIsRefusedByName) {
-  expect_unsupported(R"({"model_type": "gemma3_text"})", "gemma3_text");
+  expect_unsupported(R"({"model_type": "gemma2"})", "gemma2");
   expect_unsupported(R"({"hidden_act": "gelu"})", "hidden_act");
   expect_unsupported(R"({"pretraining_tp": 2})", "pretraining_tp");
   expect_unsupported(R"({"quantization_config": {"quant_method": "gptq"}})", "quantization_config");
@@ -295,6 +295,45 @@ TEST(HfConfigTest, WhatIsNotComputedIsRefusedByName) {
   expect_unsupported(R"({"rope_scaling": {"type": "su", "factor": 4}})", "'su'");
   expect_unsupported(R"({"layer_types": ["full_attention", "linear_attention"]})",
                      "linear_attention");
+}
+
+TEST(HfConfigTest, ReadsGemma3) {
+  const std::string head = R"({"model_type": "gemma3_text", "erase": ["hidden_act",
+      "tie_word_embeddings"], "num_hidden_layers": 7, "head_dim": 32, "sliding_window": 9, )";
+  const ModelConfig config = parse(head + R"("rope_theta": 5000.0, "rope_local_base_freq": 100.0,
+                      "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                      "query_pre_attn_scalar": 64})");
+  EXPECT_EQ(config.hidden_act, Activation::kGeluTanh);
+  EXPECT_TRUE(config.tie_word_embeddings);
+  EXPECT_TRUE(config.post_norms);
+  EXPECT_TRUE(config.qk_norm);
+  EXPECT_EQ(config.norm_offset, 1);
+  EXPECT_EQ(config.embedding_scale, 8);  // of a width of 64
+  EXPECT_EQ(config.attention_scale, 0.125);
+  EXPECT_THAT(config.layer_windows, ElementsAre(9, 9, 9, 9, 9, 0, 9));
+  EXPECT_EQ(config.rope.kind, RopeKind::kLinear);
+  EXPECT_EQ(config.rope.theta, 5000);
+  EXPECT_EQ(config.window_rope, RopeConfig{.theta = 100});
+  // As transformers 5 writes it.
+  const ModelConfig later = parse(head + R"("rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+        "query_pre_attn_scalar": 64})");
+  EXPECT_EQ(later, config);
+  // Defaults of transformers.
+  const ModelConfig least =
+      parse(R"({"model_type": "gemma3_text", "erase": ["hidden_act"], "head_dim": null})");
+  EXPECT_EQ(least.rope, RopeConfig{.theta = 1e6});
+  EXPECT_EQ(least.window_rope, RopeConfig{.theta = 1e4});
+  EXPECT_EQ(least.attention_scale, 1.0 / 16);
+  EXPECT_THAT(parse(head + R"("sliding_window_pattern": 2})").layer_windows,
+              ElementsAre(9, 0, 9, 0, 9, 0, 9));
+  expect_unsupported(head + R"("hidden_activation": "gelu"})", "hidden_activation");
+  expect_unsupported(head + R"("final_logit_softcapping": 30.0})", "final_logit_softcapping");
+  expect_unsupported(head + R"("use_bidirectional_attention": true})", "bidirectional");
+  expect_invalid(head + R"("query_pre_attn_scalar": 0})", "query_pre_attn_scalar");
+  expect_invalid(head + R"("sliding_window_pattern": 0})", "sliding_window_pattern");
+  expect_invalid(head + R"("rope_local_base_freq": 0.5})", "rope_theta");
 }
 
 TEST(HfConfigTest, WindowsOfLayers) {

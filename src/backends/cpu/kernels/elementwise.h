@@ -28,8 +28,11 @@ struct Elementwise {
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y) = nullptr;
   // y += x
   void (*add)(const float* x, int n, float* y) = nullptr;
-  // y = gate / (1 + e^-gate) * up
+  // y = silu(gate) * up, and y = gelu(gate) * up with gelu by tanh
   void (*gate)(const float* gate, const float* up, int n, float* y) = nullptr;
+  void (*gate_gelu)(const float* gate, const float* up, int n, float* y) = nullptr;
+  // y = x * factor
+  void (*scale)(const float* x, float factor, int n, float* y) = nullptr;
 
   // Rotates the first 2 * half elements of each of `heads` heads, head_dim apart: pairs
   // (i, i + half), or (2i, 2i + 1). cosines and sines [half] are of one token (rope.h).

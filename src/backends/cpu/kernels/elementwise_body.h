@@ -64,6 +64,25 @@ void gate(const float* gate, const float* up, int n, float* y) {
   });
 }
 
+// gelu(x) by tanh is x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x³).
+void gate_gelu(const float* gate, const float* up, int n, float* y) {
+  const F one = Simd::set(1.0F);
+  const F linear = Simd::set(-1.5957691F);  // -2 sqrt(2 / pi)
+  const F cubic = Simd::set(-0.071354814F);
+  for_vectors(n, [&](int i, auto load, auto store) {
+    const F g = load(gate + i);
+    const F square = Simd::mul(g, g);
+    const F exponent = Simd::mul(g, Simd::fma(square, cubic, linear));
+    const F gelu = Simd::div(g, Simd::add(one, Simd::exp(exponent)));
+    store(y + i, Simd::mul(gelu, load(up + i)));
+  });
+}
+
+void scale(const float* x, float factor, int n, float* y) {
+  const F f = Simd::set(factor);
+  for_vectors(n, [&](int i, auto load, auto store) { store(y + i, Simd::mul(load(x + i), f)); });
+}
+
 void rope_halves(const float* cosines, const float* sines, int half, int heads, int head_dim,
                  float* x) {
   for (int h = 0; h < heads; ++h, x += head_dim) {
@@ -182,8 +201,8 @@ void from_f32(DType to, const float* x, int n, void* y) {
   for (int j = 0; j < n - i; ++j) half[i + j] = rest[j];
 }
 
-constexpr Elementwise kElementwise = {rms_norm, add, gate,        rope_halves, rope_pairs,
-                                      sum_exp,  exp, max_element, to_f32,      from_f32};
+constexpr Elementwise kElementwise = {rms_norm,   add,     gate, gate_gelu,   scale,  rope_halves,
+                                      rope_pairs, sum_exp, exp,  max_element, to_f32, from_f32};
 
 }  // namespace
 }  // namespace pianola::cpu
