@@ -127,6 +127,39 @@ TEST_P(ElementwiseKernels, AddAndGate) {
   EXPECT_EQ(y[7], 90.0F);
 }
 
+TEST_P(ElementwiseKernels, GeluGateAndScale) {
+  constexpr double kLeast = std::numeric_limits<float>::min();  // below it numbers thin out
+  for (const int n : kLengths) {
+    Guarded x(n, static_cast<unsigned>(n), 4.0F);
+    Guarded y(n, 5);
+    Guarded scaled = x;
+    f_.scale(scaled.data(), 1.7F, n, scaled.data());
+    Guarded gated = x;
+    f_.gate_gelu(gated.data(), y.data(), n, gated.data());
+    for (int i = 0; i < n; ++i) {
+      ASSERT_EQ(scaled[i], x[i] * 1.7F);
+      const double v = x.at(i);
+      const double u = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
+      // By the identity with the logistic function: 1 + tanh loses its digits where u is large.
+      const double want = v / (1.0 + std::exp(-2.0 * u)) * y.at(i);
+      // Four roundings of the exponent, in single precision, are so many of the result.
+      ASSERT_NEAR(gated.at(i), want, std::abs(want) * (5e-7 + 2.4e-7 * std::abs(2 * u)) + kLeast)
+          << v;
+    }
+  }
+  float x[] = {-1e20F, -100.0F, 100.0F, 1e20F, kNan, 0.0F, -9.0F, 9.0F};
+  float y[] = {1, 1, 1, 1, 1, 1, 1, 1};
+  f_.gate_gelu(x, y, 8, y);
+  EXPECT_EQ(y[0], 0.0F);
+  EXPECT_EQ(y[1], 0.0F);
+  EXPECT_EQ(y[2], 100.0F);
+  EXPECT_EQ(y[3], 1e20F);
+  EXPECT_TRUE(std::isnan(y[4]));
+  EXPECT_EQ(y[5], 0.0F);
+  EXPECT_NEAR(y[6], 0.0F, 1e-15);
+  EXPECT_EQ(y[7], 9.0F);
+}
+
 TEST_P(ElementwiseKernels, ExpIsAccurateOverItsRange) {
   std::vector<float> x;
   for (float v = -87.3F; v < 88.7F; v += 0.00731F) x.push_back(v);

@@ -124,6 +124,9 @@ TEST(Recorder, Norm) {
   no([](NormOp& op, auto& t) { op.norm.weight = t.tables.q; });
   no([](NormOp& op, auto&) { op.norm.eps = 0; });
   no([](NormOp& op, auto&) { op.norm.eps = -1; });
+  no([](NormOp& op, auto& t) { op.residual = t.q; });
+  no([](NormOp& op, auto& t) { op.residual = t.logits; });
+  no([](NormOp& op, auto&) { op.residual = op.in; });
 }
 
 TEST(Recorder, Linear) {
@@ -225,7 +228,6 @@ TEST(Recorder, GatedMlp) {
   no([](GatedMlpOp& op, auto& t) { op.gate_bias = t.tables.width_bias; });
   no([](GatedMlpOp& op, auto& t) { op.up_bias = t.tables.width_bias; });
   no([](GatedMlpOp& op, auto& t) { op.down_bias = t.tables.ff_bias; });
-  no([](GatedMlpOp& op, auto&) { op.residual = {}; });
   no([](GatedMlpOp& op, auto& t) { op.residual = t.q; });
   no([](GatedMlpOp& op, auto&) { op.out = {}; });
   no([](GatedMlpOp& op, auto& t) { op.out = t.q; });
