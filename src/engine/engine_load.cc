@@ -89,8 +89,8 @@ void Engine::Impl::bind() {
   }
   tables = std::make_unique<StepTables>(layout.limits());
   rows = std::make_unique<RowTable>(state, options.slots, options.max_seq_len,
-                                    static_cast<int>(model->config().vocab_size), layout.cache_layout(),
-                                    *backend);
+                                    static_cast<int>(model->config().vocab_size),
+                                    layout.cache_layout(), *backend);
   lanes.reserve(static_cast<std::size_t>(layout.limits().lanes));
   events.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
   waiting.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
