@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <new>
@@ -34,6 +35,12 @@ class Aligned {
   };
   std::unique_ptr<T, Free> data_;
 };
+
+std::size_t product(std::initializer_list<int> sizes) {
+  std::size_t n = 1;
+  for (const int size : sizes) n *= static_cast<std::size_t>(size);
+  return n;
+}
 
 // Scalar conversions of the test's own, independent of the kernels'.
 float f16_value(std::uint16_t h) {
@@ -78,7 +85,8 @@ struct Cache {
   // The contract's formula: [slots, capacity / 64, kv_heads, 64, head_dim].
   std::size_t index(int slot, int position, int head) const {
     position %= shape.capacity;
-    const auto block = static_cast<std::size_t>(slot * (shape.capacity / 64) + position / 64);
+    const std::size_t block =
+        product({slot, shape.capacity / 64}) + static_cast<std::size_t>(position / 64);
     return ((block * static_cast<std::size_t>(shape.kv_heads) + static_cast<std::size_t>(head)) *
                 64 +
             static_cast<std::size_t>(position % 64)) *
@@ -117,7 +125,7 @@ std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int worker
   const Shape& s = cache.shape;
   const int width = s.heads * s.head_dim;
   // Rows of the output are further apart than they need be; the gap must stay as it is.
-  std::vector<float> output(static_cast<std::size_t>(step.tokens() * (width + 8)), -7.0F);
+  std::vector<float> output(product({step.tokens(), width + 8}), -7.0F);
   AttentionArgs args;
   args.isa = isa;
   args.cache = cache.view();
@@ -153,7 +161,7 @@ std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int worker
 // Appends random keys and values for positions 0..length-1 of a slot.
 void fill(const Cache& cache, int slot, int length, Isa isa, unsigned seed) {
   const Shape& s = cache.shape;
-  const auto n = static_cast<std::size_t>(length * s.kv_heads * s.head_dim);
+  const std::size_t n = product({length, s.kv_heads, s.head_dim});
   const std::vector<float> keys = random_floats(n, seed);
   const std::vector<float> values = random_floats(n, seed + 1);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(length));
@@ -168,8 +176,8 @@ Step tail_step(const Cache& cache, int slot, int length, int tokens, unsigned se
   Step step;
   for (int t = 0; t < tokens; ++t) step.positions.push_back(length - tokens + t);
   step.slots.assign(static_cast<std::size_t>(tokens), slot);
-  step.queries = random_floats(
-      static_cast<std::size_t>(tokens * cache.shape.heads * cache.shape.head_dim), seed, 2.0F);
+  step.queries =
+      random_floats(product({tokens, cache.shape.heads, cache.shape.head_dim}), seed, 2.0F);
   return step;
 }
 
@@ -307,8 +315,9 @@ TEST_P(Attention, AWindowSeesItsPositionsAndNoOther) {
     shape.capacity = (window + kMost - 1 + 63) / 64 * 64;
     const Cache ring(shape);
     const int width = shape.kv_heads * shape.head_dim;
-    const std::vector<float> keys = random_floats(static_cast<std::size_t>(kLength * width), 31);
-    const std::vector<float> values = random_floats(static_cast<std::size_t>(kLength * width), 32);
+    const std::size_t count = product({kLength, width});
+    const std::vector<float> keys = random_floats(count, 31);
+    const std::vector<float> values = random_floats(count, 32);
     std::mt19937 engine(33);
     for (int at = 0; at < kLength;) {
       constexpr int kSizes[] = {1, 1, 1, 2, 3, 5, 17, 33, kMost};
