@@ -299,8 +299,9 @@ void CpuProgram::finish_heads(const QkvOp& op, Range range) {
        {scratch<float>(layout_.keys), kv_width, bound_.vector(op.k_bias), &op.k_norm, true},
        {scratch<float>(layout_.values), kv_width, bound_.vector(op.v_bias), &no_norm, false}}};
   const auto rotate = op.rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
+  const float* table = rope_rows(op.rope);
   for (int t = range.begin; t < range.end; ++t) {
-    const float* cosines = rope_rows(op.rope) + std::int64_t{t} * 2 * half;
+    const float* cosines = table + std::int64_t{t} * 2 * half;
     for (const Part& part : parts) {
       float* x = part.x + std::int64_t{t} * part.width;
       if (part.bias) f_.add(part.bias, part.width, x);

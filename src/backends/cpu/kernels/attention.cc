@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "backends/cpu/kernels/attention_kernels.h"
+#include "cache/layer_cache.h"
 
 namespace pianola::cpu {
 namespace {
@@ -35,9 +36,7 @@ int split_count(int length) { return (length + kSplitPositions - 1) / kSplitPosi
 
 // The positions begin..end - 1 that a token attends to.
 int begin_of(const AttentionArgs& args, int token) {
-  const int window = args.cache.window;
-  const int position = args.positions[token];
-  return window > 0 && position >= window ? position - window + 1 : 0;
+  return window_begin(args.positions[token], args.cache.window);
 }
 int end_of(const AttentionArgs& args, int token) { return args.positions[token] + 1; }
 int first_split(const AttentionArgs& args, int token) {
