@@ -123,8 +123,7 @@ void launch_form(Params& p, const Launch& launch) {
   using S = Step<codes>;
   constexpr bool kPlain = scales == Scales::kNone;
   p.steps = ceil_div(p.cols, S::kCols);
-  // Slices depend on the number of columns alone: the order of summation does too.
-  p.slices = p.steps >= 8 ? 8 : p.steps >= 4 ? 4 : p.steps >= 2 ? 2 : 1;
+  p.slices = slices_of(p.steps);
   // Chunks of four steps at most, whatever the kernel that runs.
   const bool streams = kPlain && p.cols % 1024 == 0 && p.steps % (kWarps * 4) == 0;
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;

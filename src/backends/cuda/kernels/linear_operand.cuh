@@ -18,6 +18,10 @@ inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kTileRows = 8;
 
+// How many slices the columns of a row of so many loads are cut into. The columns alone decide, and
+// with them the order of summation, which every route shares.
+inline int slices_of(int steps) { return steps >= 8 ? 8 : steps >= 4 ? 4 : steps >= 2 ? 2 : 1; }
+
 // What one 16-byte load of a lane (512 of a warp: 8 rows) brings, by form of the weights.
 template <Codes codes>
 struct Step {

@@ -45,8 +45,7 @@ Shape make_shape(const LinearArgs& args) {
   s.step_cols = columns_of_step(first.codes);
   s.steps = ceil_div(s.cols, s.step_cols);
   s.tokens = args.tokens;
-  // As linear() cuts them: the order of summation depends on it.
-  s.slices = s.steps >= 8 ? 8 : s.steps >= 4 ? 4 : s.steps >= 2 ? 2 : 1;
+  s.slices = products::slices_of(s.steps);
   s.code_row = static_cast<int>(code_row_bytes(first.codes, first.cols));
   s.scale_row = static_cast<int>(scale_row_bytes(first.scales, first.codes, first.cols));
   if (first.scales != Scales::kNone) {
