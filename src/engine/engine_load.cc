@@ -92,8 +92,8 @@ void Engine::Impl::bind() {
                                     static_cast<int>(model->config().vocab_size),
                                     layout.cache_layout(), *backend);
   lanes.reserve(static_cast<std::size_t>(layout.limits().lanes));
-  events.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
-  waiting.reserve(static_cast<std::size_t>(2 * state.ring_capacity));
+  events.reserve(2 * static_cast<std::size_t>(state.ring_capacity));
+  waiting.reserve(2 * static_cast<std::size_t>(state.ring_capacity));
   running_rows.reserve(static_cast<std::size_t>(options.slots));
   counters.plans = layout.plans().size();
 }
