@@ -46,9 +46,13 @@ struct EngineOptions {
   int slots = 1;                   // rows at a time
   int chunk = 512;                 // most prompt tokens in one step
   std::string cache_type = "f16";  // f16, bf16 or f32
-  bool score = false;              // record the steps that score() needs
-  bool logits = false;             // record the steps that logits() needs
-  std::size_t memory_limit = 0;    // bytes; 0: what the device has free
+  int rollback_depth = 16;         // last tokens of a row that can be taken back at any time
+  // State layers (linear attention) keep the state after each of those tokens, instead of two older
+  // ones and what was folded in since: more memory, and nothing to compute again after a rollback.
+  bool exact_rollback = false;
+  bool score = false;            // record the steps that score() needs
+  bool logits = false;           // record the steps that logits() needs
+  std::size_t memory_limit = 0;  // bytes; 0: what the device has free
   // Of the cuda backend; eager, check_each and no dependent_launch are InvalidArgument on another.
   int device = 0;                // which GPU
   bool eager = false;            // op by op instead of a captured graph

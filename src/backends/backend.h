@@ -27,7 +27,7 @@ namespace pianola {
 // The tables that a Plan's ids point into, before there are addresses.
 struct PlanTables {
   std::span<const WeightDecl> weights;
-  std::span<const AttentionSpec> caches;
+  CacheSpecs caches;
   CacheShape cache_shape;
 };
 
@@ -36,6 +36,7 @@ struct Binding {
   PlanTables tables;  // that the Plan was recorded against
   std::span<const BoundWeight> weights;
   std::span<const LayerCacheView> caches;
+  std::span<const StateView> states;
   StepState state;
   std::byte* workspace = nullptr;  // plan_workspace(plan).bytes
   std::byte* scratch = nullptr;    // backend.scratch_bytes(plan)
@@ -57,6 +58,9 @@ class BoundPlan {
   const LayerCacheView& cache(CacheId id) const {
     return caches_[static_cast<std::size_t>(id.index)];
   }
+  const StateView& state_cache(StateId id) const {
+    return states_[static_cast<std::size_t>(id.index)];
+  }
   float* buffer(BufferId id) const {
     return reinterpret_cast<float*>(workspace_ + offsets_[static_cast<std::size_t>(id.index)]);
   }
@@ -70,6 +74,7 @@ class BoundPlan {
   const Plan* plan_;
   std::vector<BoundWeight> weights_;
   std::vector<LayerCacheView> caches_;
+  std::vector<StateView> states_;
   StepState state_;
   std::byte* workspace_;
   std::vector<std::size_t> offsets_;

@@ -7,6 +7,7 @@ BoundPlan::BoundPlan(const Plan& plan, const Binding& binding)
     : plan_(&plan),
       weights_(binding.weights.begin(), binding.weights.end()),
       caches_(binding.caches.begin(), binding.caches.end()),
+      states_(binding.states.begin(), binding.states.end()),
       state_(binding.state),
       workspace_(binding.workspace),
       offsets_(plan_workspace(plan).offsets),
@@ -18,6 +19,10 @@ std::uint64_t BoundPlan::address_certificate() const {
   for (const LayerCacheView& cache : caches_) {
     hash.add(cache.keys);
     hash.add(cache.values);
+  }
+  for (const StateView& state : states_) {
+    for (const float* part : {state.anchor, state.steps, state.newest, state.conv}) hash.add(part);
+    hash.add(state.newest_length);
   }
   for (const void* table :
        {static_cast<const void*>(state_.row), static_cast<const void*>(state_.history),

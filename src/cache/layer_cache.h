@@ -4,8 +4,10 @@
 // few, so mapping on demand pays, and the 64 positions of one head lie together.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "tensor/dtype.h"
 
@@ -23,6 +25,47 @@ struct AttentionSpec {
   int key_dim = 0;
   int value_dim = 0;
   int window = 0;  // 0: no window
+};
+
+// A state that every token is folded into: linear attention or a state-space layer (a matrix a
+// head), and the last inputs of the short convolution before it. Sizes do not depend on the row's
+// length. Kept in f32 whatever the element type of the attention caches.
+struct StateSpec {
+  int heads = 0;  // 0: a short convolution alone
+  int key_dim = 0;
+  int value_dim = 0;
+  int conv_width = 0;  // channels of the convolution; 0: none
+  int conv_taps = 0;   // inputs that one of its outputs reads, its own among them
+
+  std::size_t state_size() const {
+    return static_cast<std::size_t>(key_dim) * static_cast<std::size_t>(value_dim);
+  }
+  // Floats that fold one token into a head's state once more: its key, its value, the factor that
+  // the state decays by, and the strength of what is added.
+  std::size_t step_size() const {
+    return static_cast<std::size_t>(key_dim) + static_cast<std::size_t>(value_dim) + 2;
+  }
+};
+
+// The layer caches that a stack needs; a CacheId counts the first, a StateId the second.
+struct CacheSpecs {
+  std::span<const AttentionSpec> attention;
+  std::span<const StateSpec> states;
+
+  CacheSpecs() = default;
+  CacheSpecs(std::span<const AttentionSpec> attention_in, std::span<const StateSpec> states_in)
+      : attention(attention_in), states(states_in) {}
+  // A stack without state layers.
+  template <typename Range>
+    requires std::convertible_to<const Range&, std::span<const AttentionSpec>>
+  CacheSpecs(const Range& attention_in) : attention(attention_in) {}
+};
+
+// How state layers go back by up to k = rollback_depth tokens.
+enum class StateRollback : std::uint8_t {
+  kExact,    // the states after each of the last k + 1 tokens are kept
+  kCompact,  // two older states, and what each token since folded in: folded in again, in the same
+             // order, when tokens were taken back
 };
 
 // What all layers of a stack share.
@@ -50,6 +93,61 @@ struct LayerCacheView {
   }
   std::byte* value_slot(int slot) const {
     return values + static_cast<std::size_t>(slot) * value_slot_bytes;
+  }
+};
+
+// One state layer's buffers at their final addresses.
+//
+// An anchor is the state after n tokens, n a multiple of `interval`; the last `anchors` of them are
+// kept. With an interval above 1 there are besides the steps since the oldest anchor, a ring by
+// position, and the newest state, with the number of tokens in it. The state after 0 tokens is zero
+// and stored nowhere. So the row's length alone says what is valid: nothing is shifted, copied or
+// marked when it moves back.
+struct StateView {
+  StateSpec spec;
+  int interval = 1;
+  int anchors = 1;
+  int step_capacity = 0;                  // steps kept; 0 with an interval of 1
+  int conv_capacity = 0;                  // inputs of the convolution kept
+  float* anchor = nullptr;                // [slots, heads, anchors, key_dim, value_dim]
+  float* steps = nullptr;                 // [slots, heads, step_capacity, step_size]
+  float* newest = nullptr;                // [slots, heads, key_dim, value_dim]
+  std::int32_t* newest_length = nullptr;  // [slots, heads]
+  float* conv = nullptr;                  // [slots, conv_capacity, conv_width]
+
+  // Of one head in one slot; `length` is a multiple of the interval.
+  float* anchor_at(int slot, int head, int length) const {
+    const auto place = static_cast<std::size_t>(length / interval % anchors);
+    return anchor +
+           (index(slot, head) * static_cast<std::size_t>(anchors) + place) * spec.state_size();
+  }
+  float* newest_at(int slot, int head) const {
+    return newest + index(slot, head) * spec.state_size();
+  }
+  std::int32_t* newest_length_at(int slot, int head) const {
+    return newest_length + index(slot, head);
+  }
+  // What the token at `position` folded into the state of one head.
+  float* step_at(int slot, int head, int position) const {
+    const auto place = static_cast<std::size_t>(position % step_capacity);
+    return steps +
+           (index(slot, head) * static_cast<std::size_t>(step_capacity) + place) * spec.step_size();
+  }
+  // The convolution's input at `position`.
+  float* conv_at(int slot, int position) const {
+    return conv + (static_cast<std::size_t>(slot) * static_cast<std::size_t>(conv_capacity) +
+                   static_cast<std::size_t>(position % conv_capacity)) *
+                      static_cast<std::size_t>(spec.conv_width);
+  }
+  // Whether the state after `length` tokens is still an anchor once a step has ended at `end`.
+  bool keeps(int length, int end) const {
+    return length % interval == 0 && length > end - anchors * interval;
+  }
+
+ private:
+  std::size_t index(int slot, int head) const {
+    return static_cast<std::size_t>(slot) * static_cast<std::size_t>(spec.heads) +
+           static_cast<std::size_t>(head);
   }
 };
 

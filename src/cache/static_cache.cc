@@ -14,16 +14,44 @@ std::size_t slot_bytes(int capacity, int kv_heads, int dim, DType dtype) {
          row_bytes(dtype, static_cast<std::size_t>(dim));
 }
 
+// Bytes of one slot of a state layer.
+struct StateBytes {
+  std::size_t anchor = 0;
+  std::size_t steps = 0;
+  std::size_t newest = 0;
+  std::size_t newest_length = 0;
+  std::size_t conv = 0;
+
+  explicit StateBytes(const StateView& view) {
+    const auto heads = static_cast<std::size_t>(view.spec.heads);
+    const std::size_t states = heads * view.spec.state_size() * sizeof(float);
+    anchor = states * static_cast<std::size_t>(view.anchors);
+    steps = heads * view.spec.step_size() * static_cast<std::size_t>(view.step_capacity) *
+            sizeof(float);
+    newest = view.interval > 1 ? states : 0;
+    newest_length = view.interval > 1 ? heads * sizeof(std::int32_t) : 0;
+    conv = static_cast<std::size_t>(view.conv_capacity) *
+           static_cast<std::size_t>(view.spec.conv_width) * sizeof(float);
+  }
+  std::size_t sum() const { return anchor + steps + newest + newest_length + conv; }
+};
+
 }  // namespace
 
-CacheLayout::CacheLayout(std::span<const AttentionSpec> layers, const CacheOptions& options)
-    : layers_(layers.begin(), layers.end()), options_(options) {
+CacheLayout::CacheLayout(const CacheSpecs& layers, const CacheOptions& options)
+    : layers_(layers.attention.begin(), layers.attention.end()),
+      states_(layers.states.begin(), layers.states.end()),
+      options_(options) {
   if (options.max_seq_len < 1 || options.max_seq_len > (1 << 24)) {
     fail(ErrorCode::kInvalidArgument, "cache: max_seq_len must be 1 to {}, found {}", 1 << 24,
          options.max_seq_len);
   }
   if (options.slots < 1 || options.slots > 4096) {
     fail(ErrorCode::kInvalidArgument, "cache: slots must be 1 to 4096, found {}", options.slots);
+  }
+  if (options.rollback_depth < 0 || options.rollback_depth > (1 << 20)) {
+    fail(ErrorCode::kInvalidArgument, "cache: rollback_depth must be 0 to {}, found {}", 1 << 20,
+         options.rollback_depth);
   }
   if (options.dtype != DType::kF32 && options.dtype != DType::kF16 &&
       options.dtype != DType::kBF16) {
@@ -48,7 +76,28 @@ int CacheLayout::least_kept(int written) const {
       least = std::max(least, evicted + layers_[static_cast<std::size_t>(layer)].window - 1);
     }
   }
+  for (int layer = 0; layer < static_cast<int>(states_.size()); ++layer) {
+    const StateView view = state_shape(layer);
+    least = std::max(least, (written / view.interval - view.anchors + 1) * view.interval);
+  }
   return least;
+}
+
+StateView CacheLayout::state_shape(int layer) const {
+  StateView view{.spec = states_[static_cast<std::size_t>(layer)]};
+  const int depth = options_.rollback_depth;
+  if (options_.state_rollback == StateRollback::kCompact && depth > 1) {
+    view.interval = depth;
+    view.anchors = 2;
+    view.step_capacity = view.anchors * view.interval;
+  } else {
+    view.anchors = depth + 1;
+  }
+  if (view.spec.conv_width > 0) {
+    view.conv_capacity = view.spec.conv_taps - 1 + view.anchors * view.interval - 1;
+    view.conv_capacity = std::max(view.conv_capacity, 1);
+  }
+  return view;
 }
 
 std::size_t CacheLayout::key_bytes(int layer) const {
@@ -66,6 +115,9 @@ std::size_t CacheLayout::bytes_per_slot() const {
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
     bytes += key_bytes(layer) + value_bytes(layer);
   }
+  for (int layer = 0; layer < static_cast<int>(states_.size()); ++layer) {
+    bytes += StateBytes(state_shape(layer)).sum();
+  }
   return bytes;
 }
 
@@ -81,6 +133,28 @@ StaticCache::StaticCache(const CacheLayout& layout, Arena& arena)
     const std::size_t values = arena.reserve(layout.value_bytes(layer) * slots);
     regions_.push_back({keys, values});
   }
+  for (int layer = 0; layer < static_cast<int>(layout.states().size()); ++layer) {
+    const StateBytes bytes(layout.state_shape(layer));
+    state_regions_.push_back({.anchor = arena.reserve(bytes.anchor * slots),
+                              .steps = arena.reserve(bytes.steps * slots),
+                              .newest = arena.reserve(bytes.newest * slots),
+                              .newest_length = arena.reserve(bytes.newest_length * slots),
+                              .conv = arena.reserve(bytes.conv * slots)});
+  }
+}
+
+StateView StaticCache::state(int index) const {
+  const StateRegion& region = state_regions_[static_cast<std::size_t>(index)];
+  const auto floats = [this](std::size_t offset) {
+    return reinterpret_cast<float*>(arena_->address(offset));
+  };
+  StateView view = layout_.state_shape(index);
+  view.anchor = floats(region.anchor);
+  view.steps = floats(region.steps);
+  view.newest = floats(region.newest);
+  view.newest_length = reinterpret_cast<std::int32_t*>(arena_->address(region.newest_length));
+  view.conv = floats(region.conv);
+  return view;
 }
 
 LayerCacheView StaticCache::layer(int index) const {

@@ -21,6 +21,7 @@ struct CacheOptions {
   int rollback_depth = 0;  // tokens that may be appended and taken back
   int chunk = 1;           // most tokens of a row in one step
   DType dtype = DType::kF16;
+  StateRollback state_rollback = StateRollback::kCompact;
 };
 
 // Sizes of every layer's buffers for given options. Throws InvalidArgument for options out of range
@@ -28,10 +29,11 @@ struct CacheOptions {
 class CacheLayout {
  public:
   CacheLayout() = default;
-  CacheLayout(std::span<const AttentionSpec> layers, const CacheOptions& options);
+  CacheLayout(const CacheSpecs& layers, const CacheOptions& options);
 
   const CacheOptions& options() const { return options_; }
   std::span<const AttentionSpec> layers() const { return layers_; }
+  std::span<const StateSpec> states() const { return states_; }
   // max_seq_len rounded up to whole blocks.
   int capacity() const { return capacity_; }
   // Positions that a layer holds: all, or its window and what a step or a rollback needs besides.
@@ -41,11 +43,14 @@ class CacheLayout {
   CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
   std::size_t key_bytes(int layer) const;    // of one slot
   std::size_t value_bytes(int layer) const;  // of one slot
+  // Sizes of a state layer; no addresses.
+  StateView state_shape(int layer) const;
   std::size_t bytes_per_slot() const;
   std::size_t total_bytes() const;
 
  private:
   std::vector<AttentionSpec> layers_;
+  std::vector<StateSpec> states_;
   CacheOptions options_;
   int capacity_ = 0;
 };
@@ -57,15 +62,24 @@ class StaticCache {
 
   const CacheLayout& layout() const { return layout_; }
   LayerCacheView layer(int index) const;
+  StateView state(int index) const;
 
  private:
   struct Region {
     std::size_t keys = 0;
     std::size_t values = 0;
   };
+  struct StateRegion {
+    std::size_t anchor = 0;
+    std::size_t steps = 0;
+    std::size_t newest = 0;
+    std::size_t newest_length = 0;
+    std::size_t conv = 0;
+  };
   CacheLayout layout_;
   const Arena* arena_;
   std::vector<Region> regions_;
+  std::vector<StateRegion> state_regions_;
 };
 
 }  // namespace pianola

@@ -57,6 +57,47 @@ void fill_layer(Backend& backend, const LayerCacheView& view, int slot, int leng
   fill(backend, view, view.value_slot(slot), view.value_dim, length);
 }
 
+// What a state layer's slot holds besides what the token at `length` folds into and reads.
+void fill_state(Backend& backend, const StateView& view, int slot, int length) {
+  const StateSpec& spec = view.spec;
+  const std::size_t state = spec.state_size() * sizeof(float);
+  const auto fill = [&backend](void* to, std::size_t bytes) {
+    fill_with_nan(backend, static_cast<std::byte*>(to), bytes);
+  };
+  const int base = length / view.interval * view.interval;
+  for (int head = 0; head < spec.heads; ++head) {
+    // The anchor of `base` is read when the newest state is of another length.
+    std::int32_t newest = -1;
+    if (view.interval > 1) {
+      backend.read(&newest, view.newest_length_at(slot, head), sizeof(newest));
+      if (newest != length || length == 0) {
+        newest = -1;
+        fill(view.newest_at(slot, head), state);
+        fill(view.newest_length_at(slot, head), sizeof(newest));
+      }
+    }
+    for (int i = 0; i < view.anchors; ++i) {
+      const int at = base - i * view.interval;
+      if (at <= 0 || i > 0 || newest == length) {
+        fill(view.anchor_at(slot, head, base + (view.anchors - i) * view.interval), state);
+      }
+    }
+    for (int i = 0; i < view.step_capacity; ++i) {
+      const int position = base + i;  // each place of the ring once
+      if (position >= length || newest == length) {
+        fill(view.step_at(slot, head, position), spec.step_size() * sizeof(float));
+      }
+    }
+  }
+  for (int i = 0; i < view.conv_capacity; ++i) {
+    const int position = length - 1 - i;
+    if (i >= spec.conv_taps - 1 || position < 0) {
+      fill(view.conv_at(slot, position + view.conv_capacity),
+           static_cast<std::size_t>(spec.conv_width) * sizeof(float));
+    }
+  }
+}
+
 }  // namespace
 
 void EngineAudit::poison(Engine& engine) {
@@ -75,6 +116,7 @@ void EngineAudit::poison_slot(Engine& engine, int slot, int first) {
   for (const LayerCacheView& view : e.caches) {
     fill_layer(*e.backend, view, slot, first);
   }
+  for (const StateView& view : e.states) fill_state(*e.backend, view, slot, first);
 }
 
 void EngineAudit::poison_activations(Engine& engine) {

@@ -30,6 +30,7 @@ struct Engine::Impl {
   std::unique_ptr<DeviceMemory> work_memory;
   StepState state;
   std::vector<LayerCacheView> caches;
+  std::vector<StateView> states;
   std::unique_ptr<ProgramCache> programs;
   std::unique_ptr<RowTable> rows;
   std::unique_ptr<StepTables> tables;

@@ -11,6 +11,7 @@ constexpr int kDefaultMaxSeqLen = 8192;
 constexpr int kLeastMaxSeqLen = 64;
 constexpr int kMaxSlots = 1024;
 constexpr int kMaxChunk = 8192;
+constexpr int kMaxRollback = 1024;
 constexpr int kLogitsChunk = 64;
 constexpr int kSmallChunk = 64;
 
@@ -25,6 +26,8 @@ void validate(const EngineOptions& o) {
         "1 to 16777216, or 0 for the default");
   check(o.slots >= 1 && o.slots <= kMaxSlots, "slots", o.slots, "1 to 1024");
   check(o.chunk >= 1 && o.chunk <= kMaxChunk, "chunk", o.chunk, "1 to 8192");
+  check(o.rollback_depth >= 1 && o.rollback_depth <= kMaxRollback, "rollback_depth",
+        o.rollback_depth, "1 to 1024");
   check(o.threads >= 0 && o.threads <= 1024, "threads", o.threads,
         "1 to 1024, or 0 for the default");
 }
@@ -49,10 +52,13 @@ StepLimits step_limits(const EngineOptions& options, const std::vector<StepShape
 }
 
 CacheOptions cache_options(const EngineOptions& options) {
-  return {.max_seq_len = options.max_seq_len,
-          .slots = options.slots,
-          .chunk = step_limits(options, step_shapes(options)).tokens,
-          .dtype = cache_dtype(options.cache_type)};
+  return {
+      .max_seq_len = options.max_seq_len,
+      .slots = options.slots,
+      .rollback_depth = options.rollback_depth,
+      .chunk = step_limits(options, step_shapes(options)).tokens,
+      .dtype = cache_dtype(options.cache_type),
+      .state_rollback = options.exact_rollback ? StateRollback::kExact : StateRollback::kCompact};
 }
 
 // Bytes with the binary unit a person would choose.
@@ -128,7 +134,7 @@ int choose_max_seq_len(const CausalModel& model, EngineOptions options, const Ba
   const std::size_t other_bytes = memory.total - memory.cache;
   const auto cache_bytes = [&](int n) {
     options.max_seq_len = n;
-    return CacheLayout(longest.tables().caches, cache_options(options)).total_bytes();
+    return CacheLayout(longest.tables().cache_specs(), cache_options(options)).total_bytes();
   };
   while (length > kLeastMaxSeqLen && cache_bytes(length) + other_bytes > available) {
     length = std::max(kLeastMaxSeqLen, (length - 1) / kCacheBlock * kCacheBlock);
@@ -152,11 +158,11 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   options_.chunk = std::min(options_.chunk, options_.max_seq_len);
 
   tables_ = model.tables(options_.max_seq_len);
-  cache_layout_ = CacheLayout(tables_.caches, cache_options(options_));
+  cache_layout_ = CacheLayout(tables_.cache_specs(), cache_options(options_));
   const std::vector<StepShape> shapes = step_shapes(options_);
   limits_ = step_limits(options_, shapes);
   state_ = StepStateLayout(limits_);
-  const PlanTables plan_tables{tables_.weights, tables_.caches, cache_layout_.shape()};
+  const PlanTables plan_tables{tables_.weights, tables_.cache_specs(), cache_layout_.shape()};
   for (const StepShape& shape : shapes) {
     plans_.push_back(model.record(tables_, shape));
     backend.check(plans_.back(), plan_tables);

@@ -68,14 +68,18 @@ void Engine::Impl::bind() {
   for (int layer = 0; layer < static_cast<int>(layout.tables().caches.size()); ++layer) {
     caches.push_back(layout.cache().layer(layer));
   }
-  const Binding binding{
-      .tables = {layout.tables().weights, layout.tables().caches, layout.cache().layout().shape()},
-      .weights = layout.weights().bound(),
-      .caches = caches,
-      .state = state,
-      .workspace = work_memory->data(),
-      .scratch = work_memory->data() + layout.workspace_bytes(),
-      .scratch_bytes = layout.scratch_bytes()};
+  for (int layer = 0; layer < static_cast<int>(layout.tables().states.size()); ++layer) {
+    states.push_back(layout.cache().state(layer));
+  }
+  const Binding binding{.tables = {layout.tables().weights, layout.tables().cache_specs(),
+                                   layout.cache().layout().shape()},
+                        .weights = layout.weights().bound(),
+                        .caches = caches,
+                        .states = states,
+                        .state = state,
+                        .workspace = work_memory->data(),
+                        .scratch = work_memory->data() + layout.workspace_bytes(),
+                        .scratch_bytes = layout.scratch_bytes()};
   programs = std::make_unique<ProgramCache>(layout.plans(), *backend, binding);
 
   for (const Plan& plan : layout.plans()) {
@@ -134,7 +138,7 @@ std::string Engine::plan_text(const CausalModel& model, const EngineOptions& opt
   std::string text;
   for (const Plan& plan : layout.plans()) {
     if (to_string(plan.shape).find(shape_filter) == std::string::npos) continue;
-    text += pianola::plan_text(plan, layout.tables().weights, layout.tables().caches);
+    text += pianola::plan_text(plan, layout.tables().weights, layout.tables().cache_specs());
   }
   return text;
 }

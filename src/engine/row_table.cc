@@ -137,8 +137,8 @@ void RowTable::keep_first(int index, int n) {
   }
   if (n > 0 && n < static_cast<int>(row.history.size()) - max_rewind(index)) {
     fail(ErrorCode::kContextOverflow,
-         "engine: row {} holds {} tokens, of which the last {} can be taken back: its sliding "
-         "windows have let go of what the first {} need",
+         "engine: row {} holds {} tokens, of which the last {} can be taken back: its layers have "
+         "let go of what the first {} need",
          index, row.history.size(), max_rewind(index), n);
   }
   const int written = n == 0 ? 0 : std::max(row.written, row.length);

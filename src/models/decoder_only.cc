@@ -166,7 +166,7 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
 }
 
 Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const StepShape& shape) {
-  Recorder r(tables.weights, tables.caches, shape);
+  Recorder r(tables.weights, tables.cache_specs(), shape);
   const auto eps = static_cast<float>(config.rms_norm_eps);
   const auto heads = static_cast<std::int32_t>(config.num_attention_heads);
   const std::int64_t q_width = config.num_attention_heads * config.head_dim;

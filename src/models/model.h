@@ -29,10 +29,13 @@ struct LayerWeights {
 struct ModelTables {
   std::vector<WeightDecl> weights;
   std::vector<AttentionSpec> caches;
+  std::vector<StateSpec> states;
   WeightId embedding, final_norm, head;
   Rope rope;         // of layers without a window, or of all
   Rope window_rope;  // of layers with one
   std::vector<LayerWeights> layers;
+
+  CacheSpecs cache_specs() const { return {caches, states}; }
 };
 
 class CausalModel {

@@ -24,7 +24,8 @@ struct Id {
 };
 using WeightId = Id<struct WeightTag>;  // into the model's weight table
 using BufferId = Id<struct BufferTag>;  // into the Plan's workspace buffers
-using CacheId = Id<struct CacheTag>;    // layer cache
+using CacheId = Id<struct CacheTag>;    // attention layer cache
+using StateId = Id<struct StateTag>;    // state layer cache
 
 struct RmsNorm {
   WeightId weight;  // [width]
@@ -37,7 +38,7 @@ enum class RopeStyle : std::uint8_t {
 };
 
 struct Rope {
-  WeightId inverse_frequencies;  // [dim / 2] constant
+  WeightId inverse_frequencies;  // [n / 2] constant: the first n ≤ dim elements of a head turn
   RopeStyle style = RopeStyle::kHalf;
   float attention_factor = 1;  // cos and sin are multiplied by it (YaRN)
 };
@@ -62,13 +63,14 @@ struct NormOp {
   BufferId out;       // [T, width]
 };
 
-// out[t] = W in[t] + bias + residual[t]. `out` may be `residual`.
+// out[t] = W norm(in[t]) + bias + residual[t]. `out` may be `residual`.
 struct LinearOp {
-  BufferId in;        // [T, cols]
-  WeightId weight;    // [rows, cols]
-  WeightId bias;      // [rows], optional
-  BufferId residual;  // [T, rows], optional
-  BufferId out;       // [T, rows]
+  BufferId in;                  // [T, cols]
+  std::optional<RmsNorm> norm;  // without one: W in[t]
+  WeightId weight;              // [rows, cols]
+  WeightId bias;                // [rows], optional
+  BufferId residual;            // [T, rows], optional
+  BufferId out;                 // [T, rows]
 };
 
 // With n = norm(in[t]): q = Wq n + bq, k = Wk n + bk, v = Wv n + bv; an RMS norm over each head of
@@ -94,6 +96,69 @@ struct AttentionOp {
   std::int32_t heads = 0;
   float scale = 0;
   BufferId out;  // [T, heads * value_dim]
+};
+
+// out[t, c] = act(sum over j < taps of weight[taps - 1 - j, c] * x[position[t] - j, c] + bias[c]),
+// where x[p] is `in` of the row's token at position p, 0 before its first. The inputs are stored
+// in the state cache. 0 for a masked token.
+struct ShortConvOp {
+  BufferId in;      // [T, conv_width]
+  WeightId weight;  // [taps * conv_width]
+  WeightId bias;    // [conv_width], optional
+  std::optional<Activation> activation;
+  StateId state;
+  BufferId out;  // [T, conv_width]
+};
+
+// Gated delta rule, each head h with a state S [key_dim, value_dim] that its row's tokens are
+// folded into one after the other. With q and k of head h / (heads / key_heads), each divided by
+// sqrt(its sum of squares + eps), and q by sqrt(key_dim) besides:
+//   S <- e^(-e^a_log[h] softplus(decay[t, h] + dt_bias[h])) S
+//   S <- S + k (sigmoid(beta[t, h]) (v - S' k))'
+//   out[t, h] = S' q
+// 0 for a masked token, which folds nothing.
+struct DeltaRuleOp {
+  BufferId qkv;             // [T, 2 * key_heads * key_dim + heads * value_dim]: all q, all k, all v
+  BufferId decay;           // [T, heads]
+  BufferId beta;            // [T, heads]
+  WeightId a_log, dt_bias;  // [heads]
+  std::int32_t key_heads = 0;
+  float eps = 0;
+  StateId state;
+  BufferId out;  // [T, heads * value_dim]
+};
+
+// Mamba-2's state-space rule, each head h with a state S [key_dim, value_dim]. With B and C of
+// group h / (heads / groups), and d = clamp(softplus(dt[t, h] + dt_bias[h]), dt_min, dt_max):
+//   S <- e^(-e^a_log[h] d) S + B (d x)'
+//   out[t, h] = S' C + skip[h] x
+// 0 for a masked token, which folds nothing.
+struct SsmOp {
+  BufferId xbc;                   // [T, heads * value_dim + 2 * groups * key_dim]: all x, B, C
+  BufferId dt;                    // [T, heads]
+  WeightId a_log, dt_bias, skip;  // [heads]
+  std::int32_t groups = 0;
+  float dt_min = 0, dt_max = 0;
+  StateId state;
+  BufferId out;  // [T, heads * value_dim]
+};
+
+// out[t] = in[t] * sigmoid(gate[t]). `out` may be `in`.
+struct GateOp {
+  BufferId in;    // [T, width]
+  BufferId gate;  // [T, width]
+  BufferId out;   // [T, width]
+};
+
+// Each `group` elements of a token are normed by themselves: out = norm(in) * silu(gate), or with
+// gate_first norm(in * silu(gate)). `out` may be `in`.
+struct GatedNormOp {
+  BufferId in;    // [T, width]
+  BufferId gate;  // [T, width]
+  RmsNorm norm;   // weight [group], the same for each, or [width]
+  std::int32_t group = 0;
+  bool gate_first = false;
+  BufferId out;  // [T, width]
 };
 
 // With n = norm(in[t]): out[t] = Wdown (act(Wgate n) * Wup n) + residual[t]. `out` may be
@@ -137,8 +202,9 @@ struct SampleOp {
 // lane's next round are written, or position -1 when the row has stopped.
 struct AdvanceOp {};
 
-using Op = std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, GatedMlpOp, LmHeadOp,
-                        ScoreOp, SampleOp, AdvanceOp>;
+using Op =
+    std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp, DeltaRuleOp, SsmOp,
+                 GateOp, GatedNormOp, GatedMlpOp, LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
 
 // "embed", "qkv", ...
 const char* op_name(const Op& op);

@@ -12,8 +12,7 @@ namespace {
 // Prints each op as "name out <- inputs  weights  options".
 class Printer {
  public:
-  Printer(const Plan& plan, std::span<const WeightDecl> weights,
-          std::span<const AttentionSpec> caches)
+  Printer(const Plan& plan, std::span<const WeightDecl> weights, const CacheSpecs& caches)
       : plan_(plan), weights_(weights), caches_(caches) {}
 
   std::string operator()(const EmbedOp& o) const {
@@ -25,8 +24,9 @@ class Printer {
                        norm("norm", o.norm));
   }
   std::string operator()(const LinearOp& o) const {
-    return fmt::format("linear     {} <- {}{}  weight={}{}", b(o.out), b(o.in), plus(o.residual),
-                       w(o.weight), optional("bias", o.bias));
+    return fmt::format("linear     {} <- {}{}  {}weight={}{}", b(o.out), b(o.in), plus(o.residual),
+                       o.norm ? norm("norm", *o.norm) + " " : "", w(o.weight),
+                       optional("bias", o.bias));
   }
   std::string operator()(const QkvOp& o) const {
     std::string text =
@@ -42,17 +42,44 @@ class Printer {
     return text;
   }
   std::string operator()(const AttentionOp& o) const {
-    const AttentionSpec& kv = caches_[static_cast<std::size_t>(o.cache.index)];
+    const AttentionSpec& kv = caches_.attention[static_cast<std::size_t>(o.cache.index)];
     return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}", b(o.out),
                        b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
                        kv.window > 0 ? fmt::format(" window={}", kv.window) : "");
   }
+  std::string operator()(const ShortConvOp& o) const {
+    return fmt::format("short_conv {}, state.{} <- {}  weight={} taps={}{}{}", b(o.out),
+                       o.state.index, b(o.in), w(o.weight), state(o.state).conv_taps,
+                       optional("bias", o.bias),
+                       o.activation ? fmt::format(" act={}", activation_name(*o.activation)) : "");
+  }
+  std::string operator()(const DeltaRuleOp& o) const {
+    const StateSpec& spec = state(o.state);
+    return fmt::format(
+        "delta_rule {}, state.{} <- {}, {}, {}  heads={}/{} dim={}x{} a_log={} dt_bias={} eps={:g}",
+        b(o.out), o.state.index, b(o.qkv), b(o.decay), b(o.beta), spec.heads, o.key_heads,
+        spec.key_dim, spec.value_dim, w(o.a_log), w(o.dt_bias), o.eps);
+  }
+  std::string operator()(const SsmOp& o) const {
+    const StateSpec& spec = state(o.state);
+    return fmt::format(
+        "ssm        {}, state.{} <- {}, {}  heads={}/{} dim={}x{} a_log={} dt_bias={} skip={} "
+        "dt={:g}..{:g}",
+        b(o.out), o.state.index, b(o.xbc), b(o.dt), spec.heads, o.groups, spec.key_dim,
+        spec.value_dim, w(o.a_log), w(o.dt_bias), w(o.skip), o.dt_min, o.dt_max);
+  }
+  std::string operator()(const GateOp& o) const {
+    return fmt::format("gate       {} <- {} * sigmoid({})", b(o.out), b(o.in), b(o.gate));
+  }
+  std::string operator()(const GatedNormOp& o) const {
+    return fmt::format("gated_norm {} <- {}, {}  {} group={}{}", b(o.out), b(o.in), b(o.gate),
+                       norm("norm", o.norm), o.group, o.gate_first ? " gate first" : "");
+  }
   std::string operator()(const GatedMlpOp& o) const {
     return fmt::format("gated_mlp  {} <- {}{}  {} gate={} up={} down={} act={}{}{}{}", b(o.out),
                        b(o.in), plus(o.residual), norm("norm", o.norm), w(o.gate), w(o.up),
-                       w(o.down), o.activation == Activation::kSilu ? "silu" : "gelu_tanh",
-                       optional("gate_bias", o.gate_bias), optional("up_bias", o.up_bias),
-                       optional("down_bias", o.down_bias));
+                       w(o.down), activation_name(o.activation), optional("gate_bias", o.gate_bias),
+                       optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
   }
   std::string operator()(const LmHeadOp& o) const {
     return fmt::format("lm_head    {} <- {}[logit_token]  {} weight={}", b(o.logits), b(o.in),
@@ -68,6 +95,12 @@ class Printer {
   std::string operator()(const AdvanceOp&) const { return "advance    rows, ring <- sampled"; }
 
  private:
+  static const char* activation_name(Activation activation) {
+    return activation == Activation::kSilu ? "silu" : "gelu_tanh";
+  }
+  const StateSpec& state(StateId id) const {
+    return caches_.states[static_cast<std::size_t>(id.index)];
+  }
   std::string b(BufferId id) const { return fmt::format("%{}", plan_.buffer(id).name); }
   std::string w(WeightId id) const { return weights_[static_cast<std::size_t>(id.index)].name; }
   std::string plus(BufferId id) const { return id.valid() ? fmt::format(" + {}", b(id)) : ""; }
@@ -80,13 +113,13 @@ class Printer {
 
   const Plan& plan_;
   std::span<const WeightDecl> weights_;
-  std::span<const AttentionSpec> caches_;
+  CacheSpecs caches_;
 };
 
 }  // namespace
 
 std::string plan_text(const Plan& plan, std::span<const WeightDecl> weights,
-                      std::span<const AttentionSpec> caches) {
+                      const CacheSpecs& caches) {
   std::string text = fmt::format("plan {}\n", to_string(plan.shape));
   const WorkspacePlan workspace = plan_workspace(plan);
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {

@@ -12,6 +12,6 @@ namespace pianola {
 
 // The tables are those the Plan was recorded against.
 std::string plan_text(const Plan& plan, std::span<const WeightDecl> weights,
-                      std::span<const AttentionSpec> caches);
+                      const CacheSpecs& caches);
 
 }  // namespace pianola

@@ -6,7 +6,7 @@
 
 namespace pianola {
 
-Recorder::Recorder(std::span<const WeightDecl> weights, std::span<const AttentionSpec> caches,
+Recorder::Recorder(std::span<const WeightDecl> weights, const CacheSpecs& caches,
                    const StepShape& shape)
     : weights_(weights), caches_(caches) {
   PIANOLA_CHECK(shape.tokens >= 1 && shape.lanes >= 1 && shape.lanes <= shape.tokens &&
@@ -41,8 +41,15 @@ const WeightDecl& Recorder::weight(WeightId id) const {
 }
 
 const AttentionSpec& Recorder::cache(CacheId id) const {
-  expect(id.valid() && static_cast<std::size_t>(id.index) < caches_.size(), "a known layer cache");
-  return caches_[static_cast<std::size_t>(id.index)];
+  expect(id.valid() && static_cast<std::size_t>(id.index) < caches_.attention.size(),
+         "a known layer cache");
+  return caches_.attention[static_cast<std::size_t>(id.index)];
+}
+
+const StateSpec& Recorder::state(StateId id) const {
+  expect(id.valid() && static_cast<std::size_t>(id.index) < caches_.states.size(),
+         "a known state layer");
+  return caches_.states[static_cast<std::size_t>(id.index)];
 }
 
 std::int64_t Recorder::width(BufferId id, Extent extent) const {
@@ -96,6 +103,7 @@ void Recorder::check(const NormOp& op) const {
 void Recorder::check(const LinearOp& op) const {
   const std::int64_t out = width(op.out, Extent::kTokens);
   expect_matrix(op.weight, out, width(op.in, Extent::kTokens));
+  if (op.norm) expect_norm(*op.norm, width(op.in, Extent::kTokens));
   expect_optional_vector(op.bias, out);
   if (op.residual.valid()) {
     expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
@@ -119,7 +127,9 @@ void Recorder::check(const QkvOp& op) const {
   expect(op.in != op.q_out, "input and output apart");
   expect(q % kv.key_dim == 0, "whole query heads");
   expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
-  expect_vector(op.rope.inverse_frequencies, kv.key_dim / 2);
+  const std::int64_t pairs = weight(op.rope.inverse_frequencies).cols;
+  expect(pairs >= 1 && pairs <= kv.key_dim / 2, "a rope of at most the head");
+  expect_vector(op.rope.inverse_frequencies, pairs);
 }
 
 void Recorder::check(const AttentionOp& op) const {
@@ -131,6 +141,64 @@ void Recorder::check(const AttentionOp& op) const {
   expect(width(op.out, Extent::kTokens) == std::int64_t{op.heads} * kv.value_dim,
          "outputs of all heads");
   expect(op.q != op.out, "input and output apart");
+}
+
+void Recorder::check(const ShortConvOp& op) const {
+  const StateSpec& spec = state(op.state);
+  expect(spec.conv_width > 0 && spec.conv_taps > 0, "a state layer with a convolution");
+  expect(width(op.in, Extent::kTokens) == spec.conv_width &&
+             width(op.out, Extent::kTokens) == spec.conv_width,
+         "buffers of all channels");
+  expect_vector(op.weight, std::int64_t{spec.conv_width} * spec.conv_taps);
+  expect_optional_vector(op.bias, spec.conv_width);
+  expect(op.in != op.out, "input and output apart");
+}
+
+void Recorder::check(const DeltaRuleOp& op) const {
+  const StateSpec& spec = state(op.state);
+  expect(spec.heads > 0 && op.key_heads > 0 && spec.heads % op.key_heads == 0,
+         "heads a multiple of key_heads");
+  const std::int64_t values = std::int64_t{spec.heads} * spec.value_dim;
+  expect(width(op.qkv, Extent::kTokens) == 2 * std::int64_t{op.key_heads} * spec.key_dim + values,
+         "queries, keys and values of all heads");
+  expect(width(op.decay, Extent::kTokens) == spec.heads &&
+             width(op.beta, Extent::kTokens) == spec.heads,
+         "a decay and a beta for each head");
+  expect_vector(op.a_log, spec.heads);
+  expect_vector(op.dt_bias, spec.heads);
+  expect(op.eps > 0, "a positive eps");
+  expect(width(op.out, Extent::kTokens) == values, "outputs of all heads");
+  expect(op.out != op.qkv && op.out != op.decay && op.out != op.beta, "inputs and output apart");
+}
+
+void Recorder::check(const SsmOp& op) const {
+  const StateSpec& spec = state(op.state);
+  expect(spec.heads > 0 && op.groups > 0 && spec.heads % op.groups == 0,
+         "heads a multiple of groups");
+  const std::int64_t values = std::int64_t{spec.heads} * spec.value_dim;
+  expect(width(op.xbc, Extent::kTokens) == 2 * std::int64_t{op.groups} * spec.key_dim + values,
+         "x, B and C of all heads and groups");
+  expect(width(op.dt, Extent::kTokens) == spec.heads, "a step size for each head");
+  for (const WeightId id : {op.a_log, op.dt_bias, op.skip}) expect_vector(id, spec.heads);
+  expect(op.dt_min >= 0 && op.dt_min <= op.dt_max, "dt_min at most dt_max");
+  expect(width(op.out, Extent::kTokens) == values, "outputs of all heads");
+  expect(op.out != op.xbc && op.out != op.dt, "inputs and output apart");
+}
+
+void Recorder::check(const GateOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  expect(width(op.gate, Extent::kTokens) == in && width(op.out, Extent::kTokens) == in,
+         "equal widths");
+  expect(op.gate != op.out, "gate and output apart");
+}
+
+void Recorder::check(const GatedNormOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  expect(width(op.gate, Extent::kTokens) == in && width(op.out, Extent::kTokens) == in,
+         "equal widths");
+  expect(op.group > 0 && in % op.group == 0, "whole groups");
+  expect_norm(op.norm, weight(op.norm.weight).cols == in ? in : op.group);
+  expect(op.gate != op.out, "gate and output apart");
 }
 
 void Recorder::check(const GatedMlpOp& op) const {

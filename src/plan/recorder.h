@@ -18,8 +18,7 @@ namespace pianola {
 class Recorder {
  public:
   // `weights` and `caches` are the tables that ids point into; they outlive the recorder.
-  Recorder(std::span<const WeightDecl> weights, std::span<const AttentionSpec> caches,
-           const StepShape& shape);
+  Recorder(std::span<const WeightDecl> weights, const CacheSpecs& caches, const StepShape& shape);
 
   BufferId buffer(std::string name, Extent extent, std::int64_t width);
 
@@ -37,6 +36,11 @@ class Recorder {
   void check(const LinearOp& op) const;
   void check(const QkvOp& op) const;
   void check(const AttentionOp& op) const;
+  void check(const ShortConvOp& op) const;
+  void check(const DeltaRuleOp& op) const;
+  void check(const SsmOp& op) const;
+  void check(const GateOp& op) const;
+  void check(const GatedNormOp& op) const;
   void check(const GatedMlpOp& op) const;
   void check(const LmHeadOp& op) const;
   void check(const ScoreOp& op) const;
@@ -45,6 +49,7 @@ class Recorder {
 
   const WeightDecl& weight(WeightId id) const;
   const AttentionSpec& cache(CacheId id) const;
+  const StateSpec& state(StateId id) const;
   std::int64_t width(BufferId id, Extent extent) const;
   void expect(bool condition, const char* rule) const;
   void expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const;
@@ -53,7 +58,7 @@ class Recorder {
   void expect_norm(const RmsNorm& norm, std::int64_t size) const;
 
   std::span<const WeightDecl> weights_;
-  std::span<const AttentionSpec> caches_;
+  CacheSpecs caches_;
   Plan plan_;
   const char* current_ = "";
 };

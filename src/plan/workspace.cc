@@ -14,6 +14,13 @@ struct BuffersOf {
   std::vector<BufferId> operator()(const LinearOp& o) const { return {o.in, o.residual, o.out}; }
   std::vector<BufferId> operator()(const QkvOp& o) const { return {o.in, o.q_out}; }
   std::vector<BufferId> operator()(const AttentionOp& o) const { return {o.q, o.out}; }
+  std::vector<BufferId> operator()(const ShortConvOp& o) const { return {o.in, o.out}; }
+  std::vector<BufferId> operator()(const DeltaRuleOp& o) const {
+    return {o.qkv, o.decay, o.beta, o.out};
+  }
+  std::vector<BufferId> operator()(const SsmOp& o) const { return {o.xbc, o.dt, o.out}; }
+  std::vector<BufferId> operator()(const GateOp& o) const { return {o.in, o.gate, o.out}; }
+  std::vector<BufferId> operator()(const GatedNormOp& o) const { return {o.in, o.gate, o.out}; }
   std::vector<BufferId> operator()(const GatedMlpOp& o) const { return {o.in, o.residual, o.out}; }
   std::vector<BufferId> operator()(const LmHeadOp& o) const { return {o.in, o.logits}; }
   std::vector<BufferId> operator()(const ScoreOp& o) const { return {o.in}; }

@@ -1,5 +1,7 @@
 #include "tensor/weight_layout.h"
 
+#include <cstring>
+
 #include "tensor/quant_format.h"
 
 namespace pianola {
@@ -14,6 +16,19 @@ const char* weight_role_name(WeightRole role) {
       return "vector";
   }
   return "?";
+}
+
+std::vector<std::byte> gather_rows(const WeightDecl& decl, const std::byte* source) {
+  const bool vector = decl.role == WeightRole::kVector;
+  const std::size_t row = row_bytes(decl.dtype, vector ? 1 : static_cast<std::size_t>(decl.cols));
+  std::vector<std::byte> bytes(decl.source_bytes());
+  std::byte* to = bytes.data();
+  for (const RowSlice& slice : decl.slices) {
+    for (std::int64_t i = 0; i < slice.count; ++i, to += row) {
+      std::memcpy(to, source + static_cast<std::size_t>(slice.source_row(i)) * row, row);
+    }
+  }
+  return bytes;
 }
 
 void read_vector(const WeightDecl& decl, const std::byte* source, float* values) {

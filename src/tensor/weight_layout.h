@@ -21,6 +21,17 @@ enum class WeightRole : std::uint8_t {
 
 const char* weight_role_name(WeightRole role);
 
+// Rows of a weight that lie scattered in the checkpoint's tensor: row i is source row
+// begin + i / group * stride + i % group. Of a vector, a row is one element.
+struct RowSlice {
+  std::int64_t begin = 0;
+  std::int64_t group = 1;   // neighbours
+  std::int64_t stride = 1;  // from the first of a group to the first of the next
+  std::int64_t count = 0;   // rows taken
+
+  std::int64_t source_row(std::int64_t i) const { return begin + i / group * stride + i % group; }
+};
+
 struct WeightDecl {
   std::string name;    // pianola's own: "layers.3.q_proj", "embed_tokens", "lm_head"
   std::string source;  // name in the checkpoint; empty for a constant
@@ -28,13 +39,17 @@ struct WeightDecl {
   DType dtype = DType::kF32;  // in the checkpoint
   std::int64_t rows = 1;
   std::int64_t cols = 0;
-  std::vector<float> constant;  // [cols]: computed by the model instead of read (rope frequencies)
-  float offset = 0;             // of a vector: added to each element that is read (norms by 1 + w)
+  std::vector<float> constant;   // [cols]: computed by the model instead of read (rope frequencies)
+  std::vector<RowSlice> slices;  // what is taken, in this order; empty: all of the tensor
+  float offset = 0;              // of a vector: added to each element that is read (norms by 1 + w)
 
   std::size_t source_bytes() const {
     return static_cast<std::size_t>(rows) * row_bytes(dtype, cols);
   }
 };
+
+// The bytes that `slices` take of a tensor, in order.
+std::vector<std::byte> gather_rows(const WeightDecl& decl, const std::byte* source);
 
 // A vector's [cols] values from its bytes in the checkpoint, unaligned.
 void read_vector(const WeightDecl& decl, const std::byte* source, float* values);

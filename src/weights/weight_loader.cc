@@ -11,8 +11,8 @@ WeightStore::WeightStore(std::span<const WeightDecl> decls, const LayoutFunction
   for (const WeightDecl& decl : decls) entries_.push_back({layout(decl), 0, {}});
   for (std::size_t i = 0; i < decls.size(); ++i) {
     Entry& entry = entries_[i];
-    PIANOLA_CHECK(!entry.layout.mapped || decls[i].constant.empty(), "constant {} cannot be mapped",
-                  decls[i].name);
+    PIANOLA_CHECK(!entry.layout.mapped || (decls[i].constant.empty() && decls[i].slices.empty()),
+                  "weight {} is not in the file as it is used", decls[i].name);
     entry.copy_of = find_copy(i);
     if (entry.copy_of) {
       entry.layout = entries_[*entry.copy_of].layout;
@@ -27,12 +27,14 @@ WeightStore::WeightStore(std::span<const WeightDecl> decls, const LayoutFunction
 
 std::optional<std::size_t> WeightStore::find_copy(std::size_t i) const {
   const WeightLayout& layout = entries_[i].layout;
-  if (layout.form == 0 || decls_[i].source.empty()) return std::nullopt;
+  if (layout.form == 0 || decls_[i].source.empty() || !decls_[i].slices.empty()) {
+    return std::nullopt;
+  }
   const std::size_t end = layout.mapped ? entries_.size() : i;
   for (std::size_t j = 0; j < end; ++j) {
     const Entry& other = entries_[j];
     if (!other.layout.mapped && !other.copy_of && other.layout.form == layout.form &&
-        decls_[j].source == decls_[i].source) {
+        decls_[j].source == decls_[i].source && decls_[j].slices.empty()) {
       return j;
     }
   }
@@ -64,12 +66,19 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
     } else {
       const TensorInfo& tensor = checkpoint.get(decl.source);
       const TensorView view = checkpoint.view(tensor);
-      PIANOLA_CHECK(view.bytes == decl.source_bytes() && view.dtype == decl.dtype,
-                    "weight {} is not what the model declared", decl.name);
+      PIANOLA_CHECK(
+          view.dtype == decl.dtype && (decl.slices.empty() ? view.bytes == decl.source_bytes()
+                                                           : view.bytes >= decl.source_bytes()),
+          "weight {} is not what the model declared", decl.name);
       data = view.data;
       if (!entry.layout.mapped) {
         data = arena_->address(entry.offset);
-        repack(decl, entry.layout, view.data, arena_->address(entry.offset));
+        if (decl.slices.empty()) {
+          repack(decl, entry.layout, view.data, arena_->address(entry.offset));
+        } else {
+          repack(decl, entry.layout, gather_rows(decl, view.data).data(),
+                 arena_->address(entry.offset));
+        }
         checkpoint.drop(tensor);
       }
     }

@@ -85,9 +85,19 @@ void CpuBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::
 
 void CpuBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
+    if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
+      const int taps = tables.caches.states[static_cast<std::size_t>(conv->state.index)].conv_taps;
+      if (taps > kMaxConvTaps || (conv->activation && *conv->activation != Activation::kSilu)) {
+        fail(ErrorCode::kUnsupported,
+             "cpu backend: short_conv of state layer {}: {} taps (at most {}), and no activation "
+             "or silu",
+             conv->state.index, taps, kMaxConvTaps);
+      }
+    }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
-    const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    const AttentionSpec& kv =
+        tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
     if (kv.key_dim != kv.value_dim ||
         !attention_supported(tables.cache_shape.dtype, attention->heads, kv.kv_heads, kv.key_dim)) {
       fail(ErrorCode::kUnsupported,

@@ -15,6 +15,7 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
     : bound_(plan, binding),
       isa_(isa),
       f_(elementwise(isa)),
+      states_(state_kernels(isa)),
       pool_(pool),
       layout_(plan_cpu_scratch(plan, binding.tables, isa, pool.size())) {
   PIANOLA_CHECK(layout_.bytes <= binding.scratch_bytes, "scratch of {} bytes, {} needed",
@@ -193,8 +194,9 @@ void CpuProgram::project(Worker w, WeightId weight, WeightId bias, const Prepare
 void CpuProgram::execute(const LinearOp& op, Worker w) {
   const std::int64_t cols = bound_.width(op.in);
   const float* in = bound_.buffer(op.in);
-  const Prepared x = prepare(w, tokens(), static_cast<int>(cols),
-                             [&](int t) { return in + t * cols; }, nullptr, {op.weight});
+  const Prepared x =
+      prepare(w, tokens(), static_cast<int>(cols), [&](int t) { return in + t * cols; },
+              op.norm ? &*op.norm : nullptr, {op.weight});
   project(w, op.weight, op.bias, x, op.residual.valid() ? bound_.buffer(op.residual) : nullptr,
           bound_.buffer(op.out));
   pool_.barrier();
@@ -283,7 +285,7 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
 void CpuProgram::finish_heads(const QkvOp& op, Range range) {
   const LayerCacheView& cache = bound_.cache(op.cache);
   const int dim = cache.key_dim;
-  const int half = dim / 2;
+  const int half = static_cast<int>(bound_.weight(op.rope.inverse_frequencies).decl->cols);
   struct Part {
     float* x;
     int width;

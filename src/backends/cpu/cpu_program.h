@@ -8,6 +8,7 @@
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/elementwise.h"
 #include "backends/cpu/kernels/linear.h"
+#include "backends/cpu/kernels/state.h"
 #include "backends/reference/ops.h"
 #include "base/thread_pool.h"
 
@@ -45,6 +46,11 @@ class CpuProgram final : public Program {
   void execute(const LinearOp& op, Worker w);
   void execute(const QkvOp& op, Worker w);
   void execute(const AttentionOp& op, Worker w);
+  void execute(const ShortConvOp& op, Worker w);
+  void execute(const DeltaRuleOp& op, Worker w);
+  void execute(const SsmOp& op, Worker w);
+  void execute(const GateOp& op, Worker w);
+  void execute(const GatedNormOp& op, Worker w);
   void execute(const GatedMlpOp& op, Worker w);
   void execute(const LmHeadOp& op, Worker w);
   void execute(const ScoreOp& op, Worker w);
@@ -63,10 +69,15 @@ class CpuProgram final : public Program {
   // This worker's rows of out = W x + bias + residual.
   void project(Worker w, WeightId weight, WeightId bias, const Prepared& x, const float* residual,
                float* out);
+  // Every head of every lane of a state layer, shared out: prepare(t, head, step) as in
+  // walk_states(), and finish(t, head, out) behind the output of a token's head.
+  template <typename Prepare, typename Finish>
+  void fold_heads(StateId id, BufferId out, bool delta, Worker w, Prepare prepare, Finish finish);
+
   // Bias, head norms and rope of the tokens in `range`.
   void finish_heads(const QkvOp& op, Range range);
 
-  // The place of a rope among ropes_, or behind them; and its table, [T, 2, key_dim / 2].
+  // The place of a rope among ropes_, or behind them; and its table, [T, 2, half].
   int rope_index(const Rope& rope) const;
   float* rope_rows(const Rope& rope) const;
   PackedWeight packed(WeightId id) const;
@@ -83,6 +94,7 @@ class CpuProgram final : public Program {
   reference::HostRounds rounds_;
   Isa isa_;
   const Elementwise& f_;
+  const StateKernels& states_;
   ThreadPool& pool_;
   CpuScratch layout_;
   int widest_ = 0;                  // floats of one row of `normed`

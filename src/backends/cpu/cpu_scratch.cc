@@ -6,6 +6,7 @@
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/linear.h"
 #include "backends/reference/ops.h"
+#include "backends/state_walk.h"
 #include "tensor/arena.h"
 
 namespace pianola::cpu {
@@ -29,6 +30,7 @@ struct Needs {
   std::size_t linear_bytes = 0;
   std::size_t attention_bytes = 0;
   std::size_t sample_bytes = 0;
+  std::size_t state_floats = 0;
 
   int tokens() const { return plan.shape.tokens; }
   const WeightDecl& decl(WeightId id) const {
@@ -60,7 +62,7 @@ struct Needs {
     ropes.insert(op.rope.inverse_frequencies.index);
   }
   void operator()(const AttentionOp& op) {
-    const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(op.cache.index)];
+    const AttentionSpec& kv = tables.caches.attention[static_cast<std::size_t>(op.cache.index)];
     const KvCache cache{.dtype = tables.cache_shape.dtype,
                         .capacity = tables.cache_shape.capacity,
                         .kv_heads = kv.kv_heads,
@@ -69,6 +71,16 @@ struct Needs {
     attention_bytes =
         std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, tokens(), workers));
   }
+  void state(StateId id) {
+    state_floats = std::max(
+        state_floats,
+        StateStep::scratch_floats(tables.caches.states[static_cast<std::size_t>(id.index)]));
+  }
+  void operator()(const ShortConvOp&) {}
+  void operator()(const DeltaRuleOp& op) { state(op.state); }
+  void operator()(const SsmOp& op) { state(op.state); }
+  void operator()(const GateOp&) {}
+  void operator()(const GatedNormOp&) {}
   void operator()(const GatedMlpOp& op) {
     matrix(op.gate);
     matrix(op.up);
@@ -118,6 +130,8 @@ CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa,
   s.attention = arena.reserve(needs.attention_bytes);
   s.linear_bytes = aligned(needs.linear_bytes);
   s.linear = arena.reserve(count * s.linear_bytes);
+  s.state_bytes = aligned(needs.state_floats * sizeof(float));
+  s.state = arena.reserve(count * s.state_bytes);
   s.bytes = arena.size();
   return s;
 }

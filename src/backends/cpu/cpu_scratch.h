@@ -17,10 +17,13 @@ inline constexpr int kScoreTile = 16;
 // handing them over.
 inline constexpr int kOwnTokens = 2;
 
+// Inputs that an output of a short convolution may read.
+inline constexpr int kMaxConvTaps = 16;
+
 // Byte offsets into the scratch.
 struct CpuScratch {
   std::size_t slots = 0;  // [T] int32: cache slot of each token
-  std::size_t rope = 0;   // [T, 2, key_dim / 2] for each kind of rope
+  std::size_t rope = 0;   // [T, 2, half] for each kind of rope
   std::size_t rope_bytes = 0;
   std::size_t normed = 0;  // [max(T, kOwnTokens * workers), widest]
   std::size_t activations =
@@ -38,6 +41,8 @@ struct CpuScratch {
   std::size_t attention = 0;
   std::size_t linear = 0;  // one region a worker
   std::size_t linear_bytes = 0;
+  std::size_t state = 0;  // a step that is folded into a state: one region a worker
+  std::size_t state_bytes = 0;
   std::size_t bytes = 0;  // in all
 };
 

@@ -104,6 +104,16 @@ const char* missing_kernel(const Op& op) {
   if (const auto* norm = std::get_if<NormOp>(&op)) {
     return norm->residual.valid() ? "a norm before the residual" : nullptr;
   }
+  if (const auto* linear = std::get_if<LinearOp>(&op)) {
+    return linear->norm ? "a norm before a single matrix" : nullptr;
+  }
+  if (std::holds_alternative<ShortConvOp>(op) || std::holds_alternative<DeltaRuleOp>(op) ||
+      std::holds_alternative<SsmOp>(op)) {
+    return "a state layer";
+  }
+  if (std::holds_alternative<GateOp>(op) || std::holds_alternative<GatedNormOp>(op)) {
+    return "a gate";
+  }
   if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
     if (mlp->activation != Activation::kSilu) return "an activation other than silu";
     return mlp->residual.valid() ? nullptr : "an MLP without a residual";
@@ -118,9 +128,21 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     if (const char* missing = missing_kernel(op)) {
       fail(ErrorCode::kUnsupported, "cuda backend: {}: {} has no kernel", op_name(op), missing);
     }
+    if (const auto* qkv = std::get_if<QkvOp>(&op)) {
+      const WeightId rope = qkv->rope.inverse_frequencies;
+      const std::int64_t turned = 2 * tables.weights[static_cast<std::size_t>(rope.index)].cols;
+      const int dim = tables.caches.attention[static_cast<std::size_t>(qkv->cache.index)].key_dim;
+      if (turned != dim) {
+        fail(ErrorCode::kUnsupported,
+             "cuda backend: qkv of layer cache {}: a rope that turns {} of {} elements of a head "
+             "has no kernel",
+             qkv->cache.index, turned, dim);
+      }
+    }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
-    const AttentionSpec& kv = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    const AttentionSpec& kv =
+        tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
     if (kv.window > 0) {
       fail(ErrorCode::kUnsupported,
            "cuda backend: attention of layer {}: a sliding window of {} tokens that rows outgrow "

@@ -58,7 +58,7 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.v_width = std::max(s.v_width, decl(q->v).rows);
       for (const WeightId id : {q->q, q->k, q->v}) product(id);
     } else if (const auto* a = std::get_if<AttentionOp>(&op)) {
-      const AttentionSpec& spec = tables.caches[size_of(a->cache.index)];
+      const AttentionSpec& spec = tables.caches.attention[size_of(a->cache.index)];
       s.heads = std::max(s.heads, a->heads);
       s.kv_heads = std::max(s.kv_heads, spec.kv_heads);
       s.value_dim = std::max(s.value_dim, spec.value_dim);
@@ -259,9 +259,10 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
       std::visit(
           [&](const auto& o) {
             using O = std::decay_t<decltype(o)>;
-            if constexpr (!std::is_same_v<O, QkvOp> && !std::is_same_v<O, AttentionOp> &&
-                          !std::is_same_v<O, AdvanceOp>) {
+            if constexpr (requires { run(o, index, l); }) {
               run(o, index, l);
+            } else {
+              PIANOLA_CHECK(false, "{} has no kernel: check() refuses it", op_name(op));
             }
           },
           op);

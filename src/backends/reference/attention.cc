@@ -9,8 +9,8 @@
 namespace pianola::reference {
 namespace {
 
-// Rotates one head in place. Angles are f32 products, as the models were trained and as
-// transformers computes them.
+// Rotates the first `dim` elements of a head in place. Angles are f32 products, as the models were
+// trained and as transformers computes them.
 void rotate(float* head, int dim, std::int32_t position, const float* inverse_frequencies,
             const Rope& rope) {
   const int half = dim / 2;
@@ -41,7 +41,11 @@ void project(const BoundPlan& bound, WeightId weight_id, WeightId bias_id, const
     if (norm) {
       rms_norm({head, static_cast<std::size_t>(dim)}, bound.vector(norm->weight), norm->eps, head);
     }
-    if (rope) rotate(head, dim, position, bound.vector(rope->inverse_frequencies), *rope);
+    if (rope) {
+      const BoundWeight& frequencies = bound.weight(rope->inverse_frequencies);
+      rotate(head, static_cast<int>(2 * frequencies.decl->cols), position, frequencies.f32(),
+             *rope);
+    }
   }
 }
 

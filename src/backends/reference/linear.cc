@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "backends/reference/ops.h"
+#include "backends/state_walk.h"
 #include "base/check.h"
 #include "tensor/quant_format.h"
 
@@ -20,17 +21,6 @@ void matvec(const BoundWeight& weight, const float* bias, const float* x, const 
   }
 }
 
-float silu(float x) {
-  const double v = x;
-  return static_cast<float>(v / (1.0 + std::exp(-v)));
-}
-
-float gelu_tanh(float x) {
-  const double v = x;
-  const double u = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
-  return static_cast<float>(0.5 * v * (1.0 + std::tanh(u)));
-}
-
 // Normalises the token that logit row r reads, into the scratch.
 std::span<const float> normed_logit_row(const BoundPlan& bound, BufferId in, const RmsNorm& norm,
                                         std::int64_t r) {
@@ -43,6 +33,13 @@ std::span<const float> normed_logit_row(const BoundPlan& bound, BufferId in, con
 }
 
 }  // namespace
+
+float activate(Activation activation, float x) {
+  const double v = x;
+  if (activation == Activation::kSilu) return static_cast<float>(v / (1.0 + std::exp(-v)));
+  const double u = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
+  return static_cast<float>(0.5 * v * (1.0 + std::tanh(u)));
+}
 
 double dot(const float* a, const float* b, std::int64_t n) {
   double sums[4] = {};
@@ -95,15 +92,21 @@ void run(const NormOp& op, const BoundPlan& bound) {
 void run(const LinearOp& op, const BoundPlan& bound) {
   const std::int64_t in = bound.width(op.in);
   const std::int64_t out = bound.width(op.out);
+  auto* normed = reinterpret_cast<float*>(bound.scratch());
   for (std::int32_t t = 0; t < bound.state().counts->tokens; ++t) {
-    matvec(bound.weight(op.weight), bound.vector(op.bias), bound.buffer(op.in) + t * in,
+    const float* x = bound.buffer(op.in) + t * in;
+    if (op.norm) {
+      rms_norm({x, static_cast<std::size_t>(in)}, bound.vector(op.norm->weight), op.norm->eps,
+               normed);
+      x = normed;
+    }
+    matvec(bound.weight(op.weight), bound.vector(op.bias), x,
            op.residual.valid() ? bound.buffer(op.residual) + t * out : nullptr,
            bound.buffer(op.out) + t * out);
   }
 }
 
 void run(const GatedMlpOp& op, const BoundPlan& bound) {
-  const auto activate = op.activation == Activation::kSilu ? silu : gelu_tanh;
   const std::int64_t in = bound.width(op.in);
   const std::int64_t out = bound.width(op.out);
   const std::int64_t ff = bound.weight(op.gate).decl->rows;
@@ -115,7 +118,7 @@ void run(const GatedMlpOp& op, const BoundPlan& bound) {
              bound.vector(op.norm.weight), op.norm.eps, normed);
     matvec(bound.weight(op.gate), bound.vector(op.gate_bias), normed, nullptr, gate);
     matvec(bound.weight(op.up), bound.vector(op.up_bias), normed, nullptr, up);
-    for (std::int64_t i = 0; i < ff; ++i) gate[i] = activate(gate[i]) * up[i];
+    for (std::int64_t i = 0; i < ff; ++i) gate[i] = activate(op.activation, gate[i]) * up[i];
     matvec(bound.weight(op.down), bound.vector(op.down_bias), gate,
            op.residual.valid() ? bound.buffer(op.residual) + t * out : nullptr,
            bound.buffer(op.out) + t * out);
@@ -147,16 +150,30 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
   const auto weight = [&](WeightId id) -> const WeightDecl& {
     return tables.weights[static_cast<std::size_t>(id.index)];
   };
+  const auto state_scratch = [&](StateId id) {
+    const StateSpec& spec = tables.caches.states[static_cast<std::size_t>(id.index)];
+    return static_cast<std::size_t>(spec.value_dim) * sizeof(double) +
+           StateStep::scratch_floats(spec) * sizeof(float);
+  };
   std::int64_t floats = 0;
   std::size_t bytes = 0;
   if (const auto* qkv = std::get_if<QkvOp>(&op)) {
     floats = plan.buffer(qkv->in).width + weight(qkv->k).rows + weight(qkv->v).rows;
   } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
-    const AttentionSpec& cache = tables.caches[static_cast<std::size_t>(attention->cache.index)];
+    const AttentionSpec& cache =
+        tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
     bytes = static_cast<std::size_t>(cache.value_dim) * sizeof(double);
     floats = tables.cache_shape.capacity + std::max(cache.key_dim, cache.value_dim);
   } else if (const auto* norm = std::get_if<NormOp>(&op)) {
     floats = norm->residual.valid() ? plan.buffer(norm->in).width : 0;
+  } else if (const auto* linear = std::get_if<LinearOp>(&op)) {
+    floats = linear->norm ? plan.buffer(linear->in).width : 0;
+  } else if (const auto* delta = std::get_if<DeltaRuleOp>(&op)) {
+    bytes = state_scratch(delta->state);
+  } else if (const auto* ssm = std::get_if<SsmOp>(&op)) {
+    bytes = state_scratch(ssm->state);
+  } else if (const auto* gated = std::get_if<GatedNormOp>(&op)) {
+    floats = gated->group;
   } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
     floats = plan.buffer(mlp->in).width + 2 * weight(mlp->gate).rows;
   } else if (const auto* head = std::get_if<LmHeadOp>(&op)) {

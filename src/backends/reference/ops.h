@@ -13,6 +13,11 @@ void run(const NormOp& op, const BoundPlan& bound);
 void run(const LinearOp& op, const BoundPlan& bound);
 void run(const QkvOp& op, const BoundPlan& bound);
 void run(const AttentionOp& op, const BoundPlan& bound);
+void run(const ShortConvOp& op, const BoundPlan& bound);
+void run(const DeltaRuleOp& op, const BoundPlan& bound);
+void run(const SsmOp& op, const BoundPlan& bound);
+void run(const GateOp& op, const BoundPlan& bound);
+void run(const GatedNormOp& op, const BoundPlan& bound);
 void run(const GatedMlpOp& op, const BoundPlan& bound);
 void run(const LmHeadOp& op, const BoundPlan& bound);
 void run(const ScoreOp& op, const BoundPlan& bound);
@@ -24,6 +29,8 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
 
 // out = x / sqrt(mean(x²) + eps) * weight. `out` may be `x`.
 void rms_norm(std::span<const float> x, const float* weight, float eps, float* out);
+
+float activate(Activation activation, float x);
 
 // Sum of a[i] * b[i].
 double dot(const float* a, const float* b, std::int64_t n);

@@ -31,6 +31,8 @@ struct Elementwise {
   // y = silu(gate) * up, and y = gelu(gate) * up with gelu by tanh
   void (*gate)(const float* gate, const float* up, int n, float* y) = nullptr;
   void (*gate_gelu)(const float* gate, const float* up, int n, float* y) = nullptr;
+  // y = x * sigmoid(gate)
+  void (*gate_sigmoid)(const float* gate, const float* x, int n, float* y) = nullptr;
   // y = x * factor
   void (*scale)(const float* x, float factor, int n, float* y) = nullptr;
 

@@ -78,6 +78,14 @@ void gate_gelu(const float* gate, const float* up, int n, float* y) {
   });
 }
 
+void gate_sigmoid(const float* gate, const float* x, int n, float* y) {
+  const F one = Simd::set(1.0F);
+  for_vectors(n, [&](int i, auto load, auto store) {
+    const F e = Simd::exp(Simd::sub(Simd::zero(), load(gate + i)));
+    store(y + i, Simd::div(load(x + i), Simd::add(one, e)));
+  });
+}
+
 void scale(const float* x, float factor, int n, float* y) {
   const F f = Simd::set(factor);
   for_vectors(n, [&](int i, auto load, auto store) { store(y + i, Simd::mul(load(x + i), f)); });
@@ -201,8 +209,9 @@ void from_f32(DType to, const float* x, int n, void* y) {
   for (int j = 0; j < n - i; ++j) half[i + j] = rest[j];
 }
 
-constexpr Elementwise kElementwise = {rms_norm,   add,     gate, gate_gelu,   scale,  rope_halves,
-                                      rope_pairs, sum_exp, exp,  max_element, to_f32, from_f32};
+constexpr Elementwise kElementwise = {rms_norm,    add,         gate,       gate_gelu, gate_sigmoid,
+                                      scale,       rope_halves, rope_pairs, sum_exp,   exp,
+                                      max_element, to_f32,      from_f32};
 
 }  // namespace
 }  // namespace pianola::cpu

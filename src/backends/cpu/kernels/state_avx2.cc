@@ -1,0 +1,9 @@
+#include "backends/cpu/kernels/simd_avx2.h"
+// After the vectors it is written over.
+#include "backends/cpu/kernels/state_body.h"
+
+namespace pianola::cpu {
+
+const StateKernels& state_avx2() { return kStateKernels; }
+
+}  // namespace pianola::cpu
