@@ -26,6 +26,7 @@
 
 #include "pianola/error.h"
 #include "pianola/sampling.h"
+#include "pianola/snapshot.h"
 #include "pianola/token_event.h"
 
 namespace pianola {
@@ -50,6 +51,9 @@ struct EngineOptions {
   // State layers (linear attention) keep the state after each of those tokens, instead of two older
   // ones and what was folded in since: more memory, and nothing to compute again after a rollback.
   bool exact_rollback = false;
+  // And they keep as many older states a row, from the ends of prompt chunks, so that a changed or
+  // repeated turn of a conversation does not begin from its first token.
+  int checkpoints = 4;
   bool score = false;            // record the steps that score() needs
   bool logits = false;           // record the steps that logits() needs
   std::size_t memory_limit = 0;  // bytes; 0: what the device has free
@@ -147,13 +151,28 @@ class Engine {
   // Forgets all but the first n tokens, 0 ≤ n ≤ history (which may hold tokens that nobody has
   // seen, see stream()); the caches keep what they hold of them, and the row is idle until
   // something is appended. Throws ContextOverflow and changes nothing when n is out of range, or
-  // when a sliding window has let go of what they need: see max_rewind(). n = 0 always works.
+  // when a layer has let go of what they need: see max_rewind() and keepable(). n = 0 always works.
   void keep_first(int row, int n);
   void drop_last(int row, int n);
-  // How many of the last tokens drop_last() can take back.
+  // How many of the last tokens drop_last() can take back, any number of them.
   int max_rewind(int row) const;
+  // The most tokens, at most n, that keep_first() can keep: n itself within max_rewind(); beyond
+  // it, those of a checkpoint, or 0.
+  int keepable(int row, int n) const;
   // Empty, and as good as new.
   void reset(int row);
+
+  // `count` new rows that continue from what a row holds, copied on the device; idle until
+  // something is appended. Their options are these, with choice counting up. None, and nothing has
+  // changed, when there are fewer free slots.
+  std::vector<int> fork(int row, int count, const RowOptions& options);
+  // Two rows change places, options and all.
+  void swap(int a, int b);
+  // A row to keep outside the engine, and back again in place of what an open row holds. restore()
+  // throws InvalidArgument for a snapshot of another model, cache type, rollback depth or chunk
+  // size, and ContextOverflow when it is too long; then nothing has changed.
+  RowSnapshot snapshot(int row);
+  void restore(int row, const RowSnapshot& snapshot);
 
   // One round: a token of each running row that decodes, and the next chunk of prompts, up to
   // `chunk` tokens in all. `rows` limits it to some rows; empty means all. The events are valid

@@ -158,6 +158,8 @@ class Backend {
   // taken the host's bytes when it returns; read() is complete.
   virtual void write(void* device, const void* host, std::size_t bytes) = 0;
   virtual void read(void* host, const void* device, std::size_t bytes) = 0;
+  // Between two places in device memory that do not overlap, in the same order.
+  virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
 
   virtual BackendCounters counters() const { return {}; }
 };

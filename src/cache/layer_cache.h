@@ -40,6 +40,14 @@ struct StateSpec {
   std::size_t state_size() const {
     return static_cast<std::size_t>(key_dim) * static_cast<std::size_t>(value_dim);
   }
+  // Floats of all heads, and of the inputs that the next output of the convolution reads besides
+  // its own: what a row's future needs to know.
+  std::size_t states_size() const { return static_cast<std::size_t>(heads) * state_size(); }
+  std::size_t conv_inputs_size() const {
+    return conv_width > 0
+               ? static_cast<std::size_t>(conv_taps - 1) * static_cast<std::size_t>(conv_width)
+               : 0;
+  }
   // Floats that fold one token into a head's state once more: its key, its value, the factor that
   // the state decays by, and the strength of what is added.
   std::size_t step_size() const {
@@ -109,17 +117,23 @@ struct StateView {
   int anchors = 1;
   int step_capacity = 0;                  // steps kept; 0 with an interval of 1
   int conv_capacity = 0;                  // inputs of the convolution kept
-  float* anchor = nullptr;                // [slots, heads, anchors, key_dim, value_dim]
+  float* anchor = nullptr;                // [slots, anchors, heads, key_dim, value_dim]
   float* steps = nullptr;                 // [slots, heads, step_capacity, step_size]
   float* newest = nullptr;                // [slots, heads, key_dim, value_dim]
   std::int32_t* newest_length = nullptr;  // [slots, heads]
   float* conv = nullptr;                  // [slots, conv_capacity, conv_width]
+  // Anchors of long ago, with the conv_taps - 1 inputs before them; the engine says of which
+  // lengths. No kernel reads them.
+  int checkpoints = 0;
+  float* checkpoint = nullptr;  // [slots, checkpoints, states_size + conv_inputs_size]
 
   // Of one head in one slot; `length` is a multiple of the interval.
   float* anchor_at(int slot, int head, int length) const {
     const auto place = static_cast<std::size_t>(length / interval % anchors);
-    return anchor +
-           (index(slot, head) * static_cast<std::size_t>(anchors) + place) * spec.state_size();
+    const std::size_t states =
+        static_cast<std::size_t>(slot) * static_cast<std::size_t>(anchors) + place;
+    return anchor + states * spec.states_size() +
+           static_cast<std::size_t>(head) * spec.state_size();
   }
   float* newest_at(int slot, int head) const {
     return newest + index(slot, head) * spec.state_size();
@@ -139,9 +153,10 @@ struct StateView {
                    static_cast<std::size_t>(position % conv_capacity)) *
                       static_cast<std::size_t>(spec.conv_width);
   }
-  // Whether the state after `length` tokens is still an anchor once a step has ended at `end`.
-  bool keeps(int length, int end) const {
-    return length % interval == 0 && length > end - anchors * interval;
+  float* checkpoint_at(int slot, int place) const {
+    const std::size_t i = static_cast<std::size_t>(slot) * static_cast<std::size_t>(checkpoints) +
+                          static_cast<std::size_t>(place);
+    return checkpoint + i * (spec.states_size() + spec.conv_inputs_size());
   }
 
  private:

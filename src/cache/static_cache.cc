@@ -21,10 +21,11 @@ struct StateBytes {
   std::size_t newest = 0;
   std::size_t newest_length = 0;
   std::size_t conv = 0;
+  std::size_t checkpoint = 0;
 
   explicit StateBytes(const StateView& view) {
     const auto heads = static_cast<std::size_t>(view.spec.heads);
-    const std::size_t states = heads * view.spec.state_size() * sizeof(float);
+    const std::size_t states = view.spec.states_size() * sizeof(float);
     anchor = states * static_cast<std::size_t>(view.anchors);
     steps = heads * view.spec.step_size() * static_cast<std::size_t>(view.step_capacity) *
             sizeof(float);
@@ -32,8 +33,10 @@ struct StateBytes {
     newest_length = view.interval > 1 ? heads * sizeof(std::int32_t) : 0;
     conv = static_cast<std::size_t>(view.conv_capacity) *
            static_cast<std::size_t>(view.spec.conv_width) * sizeof(float);
+    checkpoint = static_cast<std::size_t>(view.checkpoints) *
+                 (states + view.spec.conv_inputs_size() * sizeof(float));
   }
-  std::size_t sum() const { return anchor + steps + newest + newest_length + conv; }
+  std::size_t sum() const { return anchor + steps + newest + newest_length + conv + checkpoint; }
 };
 
 }  // namespace
@@ -53,6 +56,10 @@ CacheLayout::CacheLayout(const CacheSpecs& layers, const CacheOptions& options)
     fail(ErrorCode::kInvalidArgument, "cache: rollback_depth must be 0 to {}, found {}", 1 << 20,
          options.rollback_depth);
   }
+  if (options.checkpoints < 0 || options.checkpoints > 1024) {
+    fail(ErrorCode::kInvalidArgument, "cache: checkpoints must be 0 to 1024, found {}",
+         options.checkpoints);
+  }
   if (options.dtype != DType::kF32 && options.dtype != DType::kF16 &&
       options.dtype != DType::kBF16) {
     fail(ErrorCode::kUnsupported, "cache: element type {} (there are f32, f16 and bf16)",
@@ -68,7 +75,7 @@ int CacheLayout::capacity(int layer) const {
                   whole_blocks(window + std::max(options_.rollback_depth, options_.chunk - 1)));
 }
 
-int CacheLayout::least_kept(int written) const {
+int CacheLayout::least_kept_by_windows(int written) const {
   int least = 0;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
     const int evicted = written - capacity(layer);  // positions below are gone
@@ -76,15 +83,22 @@ int CacheLayout::least_kept(int written) const {
       least = std::max(least, evicted + layers_[static_cast<std::size_t>(layer)].window - 1);
     }
   }
-  for (int layer = 0; layer < static_cast<int>(states_.size()); ++layer) {
-    const StateView view = state_shape(layer);
-    least = std::max(least, (written / view.interval - view.anchors + 1) * view.interval);
-  }
   return least;
 }
 
+int CacheLayout::least_kept_by_states(int written) const {
+  if (states_.empty()) return 0;
+  const StateView view = state_shape(0);  // the same anchors in all of them
+  return std::max(0, (written / view.interval - view.anchors + 1) * view.interval);
+}
+
+int CacheLayout::checkpoint_interval() const {
+  return states_.empty() ? 1 : state_shape(0).interval;
+}
+
 StateView CacheLayout::state_shape(int layer) const {
-  StateView view{.spec = states_[static_cast<std::size_t>(layer)]};
+  StateView view{.spec = states_[static_cast<std::size_t>(layer)],
+                 .checkpoints = options_.checkpoints};
   const int depth = options_.rollback_depth;
   if (options_.state_rollback == StateRollback::kCompact && depth > 1) {
     view.interval = depth;
@@ -139,7 +153,8 @@ StaticCache::StaticCache(const CacheLayout& layout, Arena& arena)
                               .steps = arena.reserve(bytes.steps * slots),
                               .newest = arena.reserve(bytes.newest * slots),
                               .newest_length = arena.reserve(bytes.newest_length * slots),
-                              .conv = arena.reserve(bytes.conv * slots)});
+                              .conv = arena.reserve(bytes.conv * slots),
+                              .checkpoint = arena.reserve(bytes.checkpoint * slots)});
   }
 }
 
@@ -154,6 +169,7 @@ StateView StaticCache::state(int index) const {
   view.newest = floats(region.newest);
   view.newest_length = reinterpret_cast<std::int32_t*>(arena_->address(region.newest_length));
   view.conv = floats(region.conv);
+  view.checkpoint = floats(region.checkpoint);
   return view;
 }
 

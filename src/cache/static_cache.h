@@ -22,6 +22,7 @@ struct CacheOptions {
   int chunk = 1;           // most tokens of a row in one step
   DType dtype = DType::kF16;
   StateRollback state_rollback = StateRollback::kCompact;
+  int checkpoints = 0;  // of state layers, a slot: lengths of long ago that it can go back to
 };
 
 // Sizes of every layer's buffers for given options. Throws InvalidArgument for options out of range
@@ -38,8 +39,12 @@ class CacheLayout {
   int capacity() const { return capacity_; }
   // Positions that a layer holds: all, or its window and what a step or a rollback needs besides.
   int capacity(int layer) const;
-  // The fewest first tokens, besides none, that a row can be cut back to which has held `written`.
-  int least_kept(int written) const;
+  // The fewest first tokens, besides none, that a row can be cut back to which has held `written`:
+  // as far as its windows go, and its states.
+  int least_kept_by_windows(int written) const;
+  int least_kept_by_states(int written) const;
+  // Checkpoints are of multiples of this many tokens.
+  int checkpoint_interval() const;
   CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
   std::size_t key_bytes(int layer) const;    // of one slot
   std::size_t value_bytes(int layer) const;  // of one slot
@@ -75,6 +80,7 @@ class StaticCache {
     std::size_t newest = 0;
     std::size_t newest_length = 0;
     std::size_t conv = 0;
+    std::size_t checkpoint = 0;
   };
   CacheLayout layout_;
   const Arena* arena_;

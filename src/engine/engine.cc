@@ -24,7 +24,10 @@ std::span<const TokenEvent> Engine::step(std::span<const int> rows) {
   e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
   e.replay(StepVariant::kSample);
-  for (const Impl::Lane& lane : e.lanes) e.computed(lane.row, lane.tokens);
+  for (const Impl::Lane& lane : e.lanes) {
+    e.computed(lane.row, lane.tokens);
+    if (lane.tokens > 1) e.checkpoint(lane.row);
+  }
   e.read_events(e.events);
   return e.events;
 }
@@ -161,6 +164,10 @@ void Engine::Impl::computed(int row, int count) {
   counters.tokens += static_cast<std::uint64_t>(count);
 }
 
+void Engine::Impl::checkpoint(int row) {
+  guarded([&] { rows->checkpoint(row); });
+}
+
 void Engine::Impl::read_events(std::vector<TokenEvent>& out) {
   const std::uint64_t head = std::atomic_ref(*state.ring_head).load(std::memory_order_acquire);
   std::uint64_t tail = *state.ring_tail;
@@ -177,52 +184,6 @@ void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {
   add_lane(row, count, count);
   replay(variant);
   computed(row, count);
-}
-
-// --- Rows -------------------------------------------------------------------------------------
-
-int Engine::open_row(const RowOptions& options) {
-  impl_->settle();
-  return impl_->guarded([&] { return impl_->rows->open(options); });
-}
-void Engine::close_row(int row) {
-  impl_->settle();
-  impl_->rows->close(row);
-  impl_->drop_waiting(row);
-}
-void Engine::configure_row(int row, const RowOptions& options) {
-  impl_->settle();
-  impl_->guarded([&] { impl_->rows->configure(row, options); });
-}
-void Engine::append(int row, std::span<const std::int32_t> tokens) {
-  impl_->settle();
-  impl_->guarded([&] { impl_->rows->append(row, tokens); });
-}
-RowStatus Engine::status(int row) const { return impl_->rows->row(row).status; }
-std::span<const std::int32_t> Engine::history(int row) const {
-  return impl_->rows->row(row).history;
-}
-int Engine::length(int row) const { return impl_->rows->row(row).length; }
-void Engine::keep_first(int row, int n) {
-  impl_->settle();
-  impl_->guarded([&] { impl_->rows->keep_first(row, n); });
-  impl_->drop_waiting(row);
-}
-void Engine::drop_last(int row, int n) {
-  impl_->settle();
-  const std::size_t size = impl_->rows->row(row).history.size();
-  if (n < 0 || static_cast<std::size_t>(n) > size) {
-    fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot drop the last {}",
-         row, size, n);
-  }
-  keep_first(row, static_cast<int>(size) - n);
-}
-void Engine::reset(int row) { keep_first(row, 0); }
-int Engine::max_rewind(int row) const { return impl_->rows->max_rewind(row); }
-
-bool Engine::has_work() const {
-  const auto rows = impl_->rows->rows();
-  return std::any_of(rows.begin(), rows.end(), [](const RowTable::Row& r) { return r.running(); });
 }
 
 // --- Scores and logits ------------------------------------------------------------------------
@@ -277,6 +238,7 @@ std::span<const float> Engine::logits(int row, std::span<const std::int32_t> tok
   e.guarded([&] { e.rows->append(row, tokens); });
   e.tables->clear();
   e.compute_all_rows(row, count, StepVariant::kLogits);
+  if (count > 1) e.checkpoint(row);
   e.rows->set_idle(row);
   const std::size_t size = tokens.size() * static_cast<std::size_t>(vocab_size());
   e.guarded([&] { e.backend->read(e.logits.data(), e.device_logits(), size * sizeof(float)); });

@@ -79,7 +79,10 @@ struct Engine::Impl {
   void drop_waiting(int row);
   // `count` tokens of a row are in the caches now.
   void computed(int row, int count);
+  void checkpoint(int row);
   void read_events(std::vector<TokenEvent>& out);
+  // Of the model and of what shapes its caches: a snapshot fits an engine with the same.
+  std::uint64_t fingerprint() const;
   const ProgramCache::Entry& write_tables(StepVariant variant);
   // Computes `tokens` of an otherwise empty step; logits are wanted of all of them.
   void compute_all_rows(int row, int tokens, StepVariant variant);

@@ -12,6 +12,7 @@ constexpr int kLeastMaxSeqLen = 64;
 constexpr int kMaxSlots = 1024;
 constexpr int kMaxChunk = 8192;
 constexpr int kMaxRollback = 1024;
+constexpr int kMaxCheckpoints = 64;
 constexpr int kLogitsChunk = 64;
 constexpr int kSmallChunk = 64;
 
@@ -28,6 +29,8 @@ void validate(const EngineOptions& o) {
   check(o.chunk >= 1 && o.chunk <= kMaxChunk, "chunk", o.chunk, "1 to 8192");
   check(o.rollback_depth >= 1 && o.rollback_depth <= kMaxRollback, "rollback_depth",
         o.rollback_depth, "1 to 1024");
+  check(o.checkpoints >= 0 && o.checkpoints <= kMaxCheckpoints, "checkpoints", o.checkpoints,
+        "0 to 64");
   check(o.threads >= 0 && o.threads <= 1024, "threads", o.threads,
         "1 to 1024, or 0 for the default");
 }
@@ -58,7 +61,8 @@ CacheOptions cache_options(const EngineOptions& options) {
       .rollback_depth = options.rollback_depth,
       .chunk = step_limits(options, step_shapes(options)).tokens,
       .dtype = cache_dtype(options.cache_type),
-      .state_rollback = options.exact_rollback ? StateRollback::kExact : StateRollback::kCompact};
+      .state_rollback = options.exact_rollback ? StateRollback::kExact : StateRollback::kCompact,
+      .checkpoints = options.checkpoints};
 }
 
 // Bytes with the binary unit a person would choose.

@@ -94,7 +94,7 @@ void Engine::Impl::bind() {
   tables = std::make_unique<StepTables>(layout.limits());
   rows = std::make_unique<RowTable>(state, options.slots, options.max_seq_len,
                                     static_cast<int>(model->config().vocab_size),
-                                    layout.cache_layout(), *backend);
+                                    layout.cache_layout(), states, *backend);
   lanes.reserve(static_cast<std::size_t>(layout.limits().lanes));
   events.reserve(2 * static_cast<std::size_t>(state.ring_capacity));
   waiting.reserve(2 * static_cast<std::size_t>(state.ring_capacity));

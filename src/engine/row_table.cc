@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "base/check.h"
 
@@ -45,10 +46,11 @@ SamplingState sampling_state(const SamplingParams& p) {
 }  // namespace
 
 RowTable::RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size,
-                   const CacheLayout& caches, Backend& backend)
+                   const CacheLayout& caches, std::span<const StateView> states, Backend& backend)
     : rows_(static_cast<std::size_t>(rows)),
       state_(state),
       caches_(&caches),
+      ladder_(states, rows, backend),
       backend_(&backend),
       max_seq_len_(max_seq_len),
       vocab_size_(vocab_size) {
@@ -73,8 +75,9 @@ int RowTable::open(const RowOptions& options) {
     if (rows_[i].open) continue;
     change(static_cast<int>(i), {.max_length = max_length(options)}, &options);
     rows_[i].open = true;
-    rows_[i].written = 0;
+    rows_[i].written = rows_[i].folded = rows_[i].floor = 0;
     rows_[i].history.clear();
+    ladder_.forget_beyond(static_cast<int>(i), 0);
     return static_cast<int>(i);
   }
   return -1;
@@ -114,6 +117,12 @@ void RowTable::append(int index, std::span<const TokenId> tokens) {
   if (total == 0) {
     fail(ErrorCode::kInvalidArgument, "engine: row {} has no tokens to go on from", index);
   }
+  if (tokens.empty() && row.length == static_cast<int>(total) && max_rewind(index) < 1) {
+    fail(ErrorCode::kContextOverflow,
+         "engine: row {} cannot compute its last token again: its layers have let go of what it "
+         "needs",
+         index);
+  }
   if (!tokens.empty()) {
     backend_->write(state_.history + static_cast<std::int64_t>(index) * state_.history_stride +
                         static_cast<std::int64_t>(row.history.size()),
@@ -135,24 +144,87 @@ void RowTable::keep_first(int index, int n) {
     fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot keep the first {}",
          index, row.history.size(), n);
   }
-  if (n > 0 && n < static_cast<int>(row.history.size()) - max_rewind(index)) {
+  if (keepable(index, n) != n) {
     fail(ErrorCode::kContextOverflow,
          "engine: row {} holds {} tokens, of which the last {} can be taken back: its layers have "
-         "let go of what the first {} need",
-         index, row.history.size(), max_rewind(index), n);
+         "let go of what the first {} need, and keep at most {}",
+         index, row.history.size(), max_rewind(index), n, keepable(index, n));
   }
-  const int written = n == 0 ? 0 : std::max(row.written, row.length);
+  Row next = {.written = std::max(row.written, row.length),
+              .folded = std::max(row.folded, row.length),
+              .floor = row.floor};
+  if (n == 0) {
+    next = {};
+  } else if (n < least_kept(row)) {
+    ladder_.restore(index, n);
+    next.folded = next.floor = n;
+  }
   change(index,
          {.length = std::min(row.length, n), .history_length = n, .max_length = row.max_length},
          nullptr);
-  row.written = written;
+  row.written = next.written;
+  row.folded = next.folded;
+  row.floor = next.floor;
   row.history.resize(static_cast<std::size_t>(n));
+  ladder_.forget_beyond(index, n);
+}
+
+int RowTable::least_kept(const Row& row) const {
+  return std::max({row.floor, caches_->least_kept_by_windows(std::max(row.written, row.length)),
+                   caches_->least_kept_by_states(std::max(row.folded, row.length))});
 }
 
 int RowTable::max_rewind(int index) const {
   const Row& r = row(index);
-  const int size = static_cast<int>(r.history.size());
-  return std::max(0, size - caches_->least_kept(std::max(r.written, r.length)));
+  return std::max(0, static_cast<int>(r.history.size()) - least_kept(r));
+}
+
+int RowTable::keepable(int index, int n) const {
+  const Row& r = row(index);
+  if (n >= least_kept(r)) return n;
+  const int checkpoint = ladder_.longest(index, n);
+  const int windows = caches_->least_kept_by_windows(std::max(r.written, r.length));
+  return checkpoint >= windows ? checkpoint : 0;
+}
+
+void RowTable::checkpoint(int index) {
+  const int interval = caches_->checkpoint_interval();
+  ladder_.take(index, row(index).length / interval * interval);
+}
+
+void RowTable::adopt(int index, std::span<const TokenId> history, const Row& like) {
+  Row& row = at(index);
+  if (!history.empty()) {
+    backend_->write(state_.history + static_cast<std::int64_t>(index) * state_.history_stride,
+                    history.data(), history.size_bytes());
+  }
+  change(index,
+         {.length = like.length,
+          .history_length = static_cast<int>(history.size()),
+          .max_length = row.max_length},
+         nullptr);
+  row.written = like.written;
+  row.folded = like.folded;
+  row.floor = like.floor;
+  row.history.assign(history.begin(), history.end());
+  ladder_.forget_beyond(index, 0);
+}
+
+void RowTable::swap(int a, int b) {
+  Row& first = at(a);
+  Row& second = at(b);
+  RowState other;
+  backend_->read(&image_, state_.row + a, sizeof(image_));
+  backend_->read(&other, state_.row + b, sizeof(other));
+  backend_->write(state_.row + a, &other, sizeof(other));
+  backend_->write(state_.row + b, &image_, sizeof(image_));
+  for (const auto& [to, from] : {std::pair{a, &second}, std::pair{b, &first}}) {
+    if (from->history.empty()) continue;
+    backend_->write(state_.history + static_cast<std::int64_t>(to) * state_.history_stride,
+                    from->history.data(), from->history.size() * sizeof(TokenId));
+  }
+  std::swap(first, second);
+  ladder_.swap(a, b);
 }
 
 void RowTable::apply(const TokenEvent& event) {

@@ -8,6 +8,7 @@
 
 #include "backends/backend.h"
 #include "cache/static_cache.h"
+#include "engine/checkpoint_ladder.h"
 #include "pianola/engine.h"
 #include "plan/step_state.h"
 
@@ -15,9 +16,9 @@ namespace pianola {
 
 class RowTable {
  public:
-  // `caches` outlives the table.
+  // `caches` and `states` outlive the table.
   RowTable(const StepState& state, int rows, int max_seq_len, int vocab_size,
-           const CacheLayout& caches, Backend& backend);
+           const CacheLayout& caches, std::span<const StateView> states, Backend& backend);
 
   int open(const RowOptions& options);  // -1 when every row is taken
   void close(int row);
@@ -26,11 +27,17 @@ class RowTable {
   void keep_first(int row, int n);
   // Tokens of the history that can be taken back; all can be forgotten in any case.
   int max_rewind(int row) const;
+  // The most first tokens, at most n, that can be kept: n, or those of a checkpoint, or none.
+  int keepable(int row, int n) const;
+  // Remembers the states of a row with state layers, to go back to them later.
+  void checkpoint(int row);
 
   struct Row {
     bool open = false;
     int length = 0;   // tokens in the caches
     int written = 0;  // the most they have held before tokens were taken back
+    int folded = 0;   // the same of the states, since a checkpoint was restored
+    int floor = 0;    // below this many tokens there is no state since then
     int max_length = 0;
     RowStatus status = RowStatus::kIdle;
     std::vector<TokenId> history;  // capacity max_seq_len + 1: never grows
@@ -41,6 +48,12 @@ class RowTable {
 
   const Row& row(int index) const;  // InvalidArgument when it is not an open row
   std::span<const Row> rows() const { return rows_; }
+
+  // What another row, or a snapshot, has put into the caches of an open row: `like` says of how
+  // many tokens. The row is idle.
+  void adopt(int row, std::span<const TokenId> history, const Row& like);
+  // Two open rows change places; their slots have done so already.
+  void swap(int a, int b);
 
   // Mirror what a step did: tokens computed, and a token it produced.
   void computed(int row, int tokens) { rows_[static_cast<std::size_t>(row)].length += tokens; }
@@ -58,6 +71,7 @@ class RowTable {
   };
 
   Row& at(int index);
+  int least_kept(const Row& row) const;
   int max_length(const RowOptions& options) const {
     return options.max_length ? options.max_length : max_seq_len_;
   }
@@ -68,6 +82,7 @@ class RowTable {
   RowState image_;  // what is written to the device
   StepState state_;
   const CacheLayout* caches_;
+  CheckpointLadder ladder_;
   Backend* backend_;
   int max_seq_len_;
   int vocab_size_;

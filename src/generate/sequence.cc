@@ -23,11 +23,6 @@ std::size_t common_prefix(std::span<const TokenId> a, std::span<const TokenId> b
                                   a.begin());
 }
 
-// Whether the caches still have what the first n tokens need.
-bool can_keep(const Engine& engine, int row, std::size_t n) {
-  return engine.history(row).size() - n <= static_cast<std::size_t>(engine.max_rewind(row));
-}
-
 double seconds_between(std::chrono::steady_clock::time_point a,
                        std::chrono::steady_clock::time_point b) {
   return std::chrono::duration<double>(b - a).count();
@@ -100,7 +95,11 @@ void Sequence::start(int row) {
     }
     engine_.configure_row(row, options);  // throws before anything has changed
     std::size_t shared = common_prefix(engine_.history(row), prompt);
-    if (!can_keep(engine_, row, shared)) shared = 0;
+    // The last token of the prompt is computed in any case.
+    const bool whole = shared == prompt.size();
+    const int wanted = static_cast<int>(shared) - (whole ? 1 : 0);
+    const int kept = engine_.keepable(row, wanted);
+    if (kept < wanted) shared = static_cast<std::size_t>(kept);
     stats_.reused_tokens = std::min(static_cast<int>(shared), engine_.length(row));
     engine_.keep_first(row, static_cast<int>(shared));
     engine_.append(row, prompt.subspan(shared));
@@ -168,8 +167,8 @@ void Sequence::finish(FinishReason reason) {
     const std::size_t known = engine_.history(row_).size();
     const std::size_t seen =
         request_.prompt.size() + static_cast<std::size_t>(stats_.generated_tokens);
-    const std::size_t kept = std::min(known, seen);
-    engine_.keep_first(row_, can_keep(engine_, row_, kept) ? static_cast<int>(kept) : 0);
+    const int kept = static_cast<int>(std::min(known, seen));
+    engine_.keep_first(row_, engine_.keepable(row_, kept));
   }
 }
 

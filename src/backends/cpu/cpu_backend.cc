@@ -125,4 +125,8 @@ void CpuBackend::read(void* host, const void* device, std::size_t bytes) {
   std::memcpy(host, device, bytes);
 }
 
+void CpuBackend::copy(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
 }  // namespace pianola::cpu

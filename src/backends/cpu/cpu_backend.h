@@ -27,6 +27,7 @@ class CpuBackend final : public Backend {
   std::unique_ptr<Program> compile(const Plan& plan, const Binding& binding) override;
   void write(void* device, const void* host, std::size_t bytes) override;
   void read(void* host, const void* device, std::size_t bytes) override;
+  void copy(void* to, const void* from, std::size_t bytes) override;
 
  private:
   Isa isa_;

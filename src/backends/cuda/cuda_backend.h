@@ -30,6 +30,9 @@ class CudaBackend final : public Backend {
   void write(void* device, const void* host, std::size_t bytes) override {
     device_.write(device, host, bytes);
   }
+  void copy(void* to, const void* from, std::size_t bytes) override {
+    device_.copy(to, from, bytes);
+  }
   void read(void* host, const void* device, std::size_t bytes) override {
     device_.read(host, device, bytes);
   }

@@ -206,6 +206,10 @@ void Device::read(void* host, const void* device, std::size_t bytes) {
   synchronize();
 }
 
+void Device::copy(void* to, const void* from, std::size_t bytes) {
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_), "copy on the device");
+}
+
 void Device::write_word_beside(std::int32_t* device, std::int32_t value, cudaEvent_t after) {
   *word_ = value;
   if (after) check(cudaStreamWaitEvent(beside_, after), "waiting for an event");

@@ -34,6 +34,7 @@ class Device {
   // In order on stream(). The host's bytes are taken before it returns; small writes do not wait.
   void write(void* device, const void* host, std::size_t bytes);
   void read(void* host, const void* device, std::size_t bytes);
+  void copy(void* to, const void* from, std::size_t bytes);
   // One word, beside whatever stream() is doing, and behind `after` when there is one.
   void write_word_beside(std::int32_t* device, std::int32_t value, cudaEvent_t after = nullptr);
   void synchronize();

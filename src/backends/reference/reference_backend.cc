@@ -83,4 +83,8 @@ void ReferenceBackend::read(void* host, const void* device, std::size_t bytes) {
   std::memcpy(host, device, bytes);
 }
 
+void ReferenceBackend::copy(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
 }  // namespace pianola::reference

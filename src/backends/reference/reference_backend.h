@@ -22,6 +22,7 @@ class ReferenceBackend final : public Backend {
   std::unique_ptr<Program> compile(const Plan& plan, const Binding& binding) override;
   void write(void* device, const void* host, std::size_t bytes) override;
   void read(void* host, const void* device, std::size_t bytes) override;
+  void copy(void* to, const void* from, std::size_t bytes) override;
 };
 
 }  // namespace pianola::reference

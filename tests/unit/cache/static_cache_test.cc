@@ -49,11 +49,11 @@ TEST(CacheLayout, AWindowTakesWhatItNeeds) {
   EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 4096, .rollback_depth = 93}).capacity(0), 256);
   EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 110, .chunk = 110}).capacity(0), 128);
   // What is left when more than the ring holds has been written.
-  EXPECT_EQ(layout.least_kept(64), 0);
-  EXPECT_EQ(layout.least_kept(65), 1);  // position 0 is gone; the window of 1 needs none
-  EXPECT_EQ(layout.least_kept(128), 64);
-  EXPECT_EQ(layout.least_kept(129), 100);
-  EXPECT_EQ(layout.least_kept(4000), 3971);
+  EXPECT_EQ(layout.least_kept_by_windows(64), 0);
+  EXPECT_EQ(layout.least_kept_by_windows(65), 1);  // position 0 is gone; the window of 1 needs none
+  EXPECT_EQ(layout.least_kept_by_windows(128), 64);
+  EXPECT_EQ(layout.least_kept_by_windows(129), 100);
+  EXPECT_EQ(layout.least_kept_by_windows(4000), 3971);
   Arena arena;
   const StaticCache cache(layout, arena);
   // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is never read

@@ -28,6 +28,7 @@ class FailingBackend final : public Backend {
   void read(void* host, const void* device, std::size_t bytes) override {
     std::memcpy(host, device, bytes);
   }
+  void copy(void* to, const void* from, std::size_t bytes) override { write(to, from, bytes); }
 
   const char* name() const override { return "failing"; }
   std::string description() const override { return name(); }
@@ -48,7 +49,7 @@ class RowTableTest : public testing::Test {
         shared_(layout_.shared_bytes() + kAlign),
         state_(layout_.bind(aligned(memory_), aligned(shared_))),
         caches_(std::vector<AttentionSpec>{{1, 8, 8}}, {.max_seq_len = kMaxSeqLen}),
-        table_(state_, kRows, kMaxSeqLen, kVocab, caches_, backend_) {}
+        table_(state_, kRows, kMaxSeqLen, kVocab, caches_, {}, backend_) {}
 
   static constexpr std::size_t kAlign = 128;
   static std::byte* aligned(std::vector<std::byte>& memory) {
@@ -122,7 +123,7 @@ TEST_F(RowTableTest, AWindowBoundsHowFarARowGoesBack) {
   // A ring of 128 positions for a window of 70; the other layer could go back any way.
   const CacheLayout caches(std::vector<AttentionSpec>{{1, 8, 8, 70}, {1, 8, 8}},
                            {.max_seq_len = kLong, .chunk = 32});
-  RowTable table(state, 1, kLong, kVocab, caches, backend_);
+  RowTable table(state, 1, kLong, kVocab, caches, {}, backend_);
   const int row = table.open({});
   const auto grow = [&](int n) {
     table.append(row, std::vector<TokenId>(static_cast<std::size_t>(n), 1));

@@ -1,0 +1,48 @@
+// States of long ago, so that a row with state layers can go back further than its rollback depth:
+// copies of anchors inside the cache's own memory, a few a row, taken at the ends of prompt chunks.
+// When a row's places are full the one goes whose neighbours are closest together.
+//
+//   ladder.take(row, 1024);              // the row holds 1024 tokens or a few more
+//   ladder.longest(row, 3000);           // 1024
+//   ladder.restore(row, 1024);           // and the row's length is to be 1024 again
+//
+// Stacks without state layers have none: longest() is 0.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "backends/backend.h"
+
+namespace pianola {
+
+class CheckpointLadder {
+ public:
+  CheckpointLadder(std::span<const StateView> states, int slots, Backend& backend);
+
+  // `length`: a multiple of the interval whose anchors are still kept.
+  void take(int row, int length);
+  // The most tokens, at most n, that there is a checkpoint of; 0: none.
+  int longest(int row, int n) const;
+  // The states after `length` tokens become the newest of the row. There is such a checkpoint.
+  void restore(int row, int length);
+  // After the row has been cut back to n tokens.
+  void forget_beyond(int row, int n);
+  // Two rows change places.
+  void swap(int a, int b);
+
+ private:
+  struct Checkpoint {
+    int length = 0;
+    int place = 0;
+  };
+  int free_place(std::vector<Checkpoint>& taken) const;
+  void copy(int row, const Checkpoint& checkpoint, bool back);
+
+  std::span<const StateView> states_;
+  Backend* backend_;
+  std::vector<std::vector<Checkpoint>> taken_;  // of each row, by length; never grows
+  std::vector<std::int32_t> lengths_;           // what restore() writes, one a head
+};
+
+}  // namespace pianola
