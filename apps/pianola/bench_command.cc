@@ -74,12 +74,19 @@ std::size_t peak_resident_bytes() {
   return static_cast<std::size_t>(usage.ru_maxrss) * 1024;
 }
 
-// Everything but the embedding is read for every token; of that only one row.
+// Everything but the embedding is read for every token; of that only one row, and of experts those
+// that a token chooses.
 std::size_t weight_bytes_per_token(const CausalModel& model, int max_seq_len) {
   const ModelTables tables = model.tables(max_seq_len);
   std::size_t bytes = 0;
   for (const WeightDecl& weight : tables.weights) {
-    if (weight.role != WeightRole::kEmbedding) bytes += weight.source_bytes();
+    if (weight.role == WeightRole::kEmbedding) continue;
+    const std::size_t chosen =
+        weight.experts == 1
+            ? weight.source_bytes()
+            : weight.source_bytes() / static_cast<std::size_t>(weight.experts) *
+                  static_cast<std::size_t>(model.config().experts.num_experts_per_tok);
+    bytes += chosen;
   }
   return bytes;
 }

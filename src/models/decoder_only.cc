@@ -40,6 +40,51 @@ class TableBuilder {
     decl.constant = std::move(values);
     return push(std::move(decl));
   }
+  bool has(Part part) const {
+    return checkpoint_.find(tensor_name(checkpoint_.format(), part, layer_)) != nullptr;
+  }
+
+  // Matrices [rows, cols] of all experts, as GGUF keeps them or as Hugging Face does.
+  WeightId stack(ExpertTensors tensors, Part part, std::int64_t experts, std::int64_t rows,
+                 std::int64_t cols) {
+    if (tensors == ExpertTensors::kStacked) {
+      return push_stack(part, checked(part, Shape{experts, rows, cols}), experts, rows, cols);
+    }
+    StackSource source;
+    const TensorInfo* first = nullptr;
+    for (std::int64_t e = 0; e < experts; ++e) {
+      const std::string name = expert_tensor_name(checkpoint_.format(), part, layer_, e);
+      const TensorInfo& tensor = checked(name, Shape{rows, cols});
+      if (!first) first = &tensor;
+      if (tensor.dtype != first->dtype) {
+        fail(ErrorCode::kUnsupported, "tensor '{}': element type {}, that of '{}' is {}",
+             tensor.name, dtype_name(tensor.dtype), first->name, dtype_name(first->dtype));
+      }
+      source.tensors.push_back(tensor.name);
+    }
+    return push_stack(part, *first, experts, rows, cols, std::move(source));
+  }
+  // The same from `tensor`, transposed, whose columns it shares with others: [experts, cols,
+  // rows * columns].
+  WeightId transposed_stack(Part part, Part tensor, std::int64_t experts, std::int64_t rows,
+                            std::int64_t cols, std::int32_t columns, std::int32_t first_column) {
+    const TensorInfo& info = checked(tensor, Shape{experts, cols, rows * columns});
+    require_floats(info);
+    return push_stack(part, info, experts, rows, cols,
+                      {.columns = columns, .first_column = first_column});
+  }
+  // A vector [experts * size] from a tensor [experts, size * columns].
+  WeightId expert_vector(Part part, Part tensor, std::int64_t experts, std::int64_t size,
+                         std::int32_t columns = 1, std::int32_t first_column = 0) {
+    const TensorInfo& info = checked(tensor, Shape{experts, size * columns});
+    WeightDecl decl = declare(part, info, WeightRole::kVector, 1, experts * size);
+    if (columns != 1) {
+      require_floats(info);
+      decl.stack = {.columns = columns, .first_column = first_column};
+    }
+    return push(std::move(decl));
+  }
+
   // The head of a model with tied embeddings: the same tensor in its second role.
   WeightId tied_head(std::int64_t rows, std::int64_t cols) {
     const WeightId id = matrix(Part::kEmbedding, rows, cols);
@@ -49,7 +94,29 @@ class TableBuilder {
 
  private:
   WeightId add(Part part, const Shape& shape, WeightRole role) {
-    const TensorInfo& tensor = checkpoint_.get(tensor_name(checkpoint_.format(), part, layer_));
+    return push(declare(part, checked(part, shape), role, shape.rank() == 2 ? shape.dim(0) : 1,
+                        shape.dim(-1)));
+  }
+  WeightId push_stack(Part part, const TensorInfo& tensor, std::int64_t experts, std::int64_t rows,
+                      std::int64_t cols, StackSource source = {}) {
+    WeightDecl decl = declare(part, tensor, WeightRole::kLinear, rows, cols);
+    decl.experts = experts;
+    decl.stack = std::move(source);
+    return push(std::move(decl));
+  }
+  WeightDecl declare(Part part, const TensorInfo& tensor, WeightRole role, std::int64_t rows,
+                     std::int64_t cols) const {
+    WeightDecl decl{.name = weight_name(part, layer_), .source = tensor.name, .role = role};
+    decl.dtype = tensor.dtype;
+    decl.rows = rows;
+    decl.cols = cols;
+    return decl;
+  }
+  const TensorInfo& checked(Part part, const Shape& shape) const {
+    return checked(tensor_name(checkpoint_.format(), part, layer_), shape);
+  }
+  const TensorInfo& checked(const std::string& name, const Shape& shape) const {
+    const TensorInfo& tensor = checkpoint_.get(name);
     if (tensor.shape != shape) {
       fail(ErrorCode::kInvalidModel, "{}: tensor '{}': expected shape {}, found {}",
            checkpoint_.paths()[tensor.file].filename().string(), tensor.name, shape.to_string(),
@@ -61,11 +128,12 @@ class TableBuilder {
       fail(ErrorCode::kUnsupported, "tensor '{}': element type {} with {} columns", tensor.name,
            type.name, shape.dim(-1));
     }
-    WeightDecl decl{.name = weight_name(part, layer_), .source = tensor.name, .role = role};
-    decl.dtype = tensor.dtype;
-    decl.rows = shape.rank() == 2 ? shape.dim(0) : 1;
-    decl.cols = shape.dim(-1);
-    return push(std::move(decl));
+    return tensor;
+  }
+  static void require_floats(const TensorInfo& tensor) {
+    if (dtype_info(tensor.dtype).elements == 1) return;
+    fail(ErrorCode::kUnsupported, "tensor '{}': element type {} cannot be taken apart by columns",
+         tensor.name, dtype_name(tensor.dtype));
   }
   WeightId push(WeightDecl decl) {
     tables_.weights.push_back(std::move(decl));
@@ -77,7 +145,65 @@ class TableBuilder {
   std::int64_t layer_ = 0;
 };
 
-LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c) {
+void declare_mlp(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
+  const std::int64_t width = c.hidden_size;
+  w.gate = table.matrix(Part::kGate, c.intermediate_size, width);
+  w.up = table.matrix(Part::kUp, c.intermediate_size, width);
+  w.down = table.matrix(Part::kDown, width, c.intermediate_size);
+  w.gate_bias = table.vector_if(c.mlp_bias, Part::kGateBias, c.intermediate_size);
+  w.up_bias = table.vector_if(c.mlp_bias, Part::kUpBias, c.intermediate_size);
+  w.down_bias = table.vector_if(c.mlp_bias, Part::kDownBias, width);
+}
+
+void declare_fused_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
+  const std::int64_t experts = c.experts.num_experts;
+  const std::int64_t width = c.hidden_size;
+  const std::int64_t ff = c.experts.moe_intermediate_size;
+  w.router = table.matrix(Part::kFusedRouter, experts, width, WeightRole::kRouter);
+  w.experts_gate =
+      table.transposed_stack(Part::kExpertsGate, Part::kFusedGateUp, experts, ff, width, 2, 0);
+  w.experts_up =
+      table.transposed_stack(Part::kExpertsUp, Part::kFusedGateUp, experts, ff, width, 2, 1);
+  w.experts_down =
+      table.transposed_stack(Part::kExpertsDown, Part::kFusedDown, experts, width, ff, 1, 0);
+  if (!c.experts.bias) return;
+  w.router_bias = table.vector(Part::kRouterBias, experts);
+  w.experts_gate_bias =
+      table.expert_vector(Part::kExpertsGateBias, Part::kFusedGateUpBias, experts, ff, 2, 0);
+  w.experts_up_bias =
+      table.expert_vector(Part::kExpertsUpBias, Part::kFusedGateUpBias, experts, ff, 2, 1);
+  w.experts_down_bias =
+      table.expert_vector(Part::kExpertsDownBias, Part::kFusedDownBias, experts, width);
+}
+
+void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
+  const ExpertsConfig& e = c.experts;
+  if (e.tensors == ExpertTensors::kFused) return declare_fused_experts(table, c, w);
+  const std::int64_t experts = e.num_experts;
+  const std::int64_t width = c.hidden_size;
+  const std::int64_t ff = e.moe_intermediate_size;
+  w.router = table.matrix(Part::kRouter, experts, width, WeightRole::kRouter);
+  w.experts_gate = table.stack(e.tensors, Part::kExpertsGate, experts, ff, width);
+  w.experts_up = table.stack(e.tensors, Part::kExpertsUp, experts, ff, width);
+  w.experts_down = table.stack(e.tensors, Part::kExpertsDown, experts, width, ff);
+  if (e.bias) {
+    const auto bias = [&](Part part, std::int64_t size) {
+      return table.expert_vector(part, part, experts, size);
+    };
+    w.router_bias = table.vector(Part::kRouterBias, experts);
+    w.experts_gate_bias = bias(Part::kExpertsGateBias, ff);
+    w.experts_up_bias = bias(Part::kExpertsUpBias, ff);
+    w.experts_down_bias = bias(Part::kExpertsDownBias, width);
+  }
+  if (const std::int64_t shared = e.shared_expert_intermediate_size) {
+    w.shared_router = table.matrix(Part::kSharedRouter, 1, width, WeightRole::kRouter);
+    w.shared_gate = table.matrix(Part::kSharedGate, shared, width);
+    w.shared_up = table.matrix(Part::kSharedUp, shared, width);
+    w.shared_down = table.matrix(Part::kSharedDown, width, shared);
+  }
+}
+
+LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64_t layer) {
   const std::int64_t width = c.hidden_size;
   const std::int64_t q_width = c.num_attention_heads * c.head_dim;
   const std::int64_t kv_width = c.num_key_value_heads * c.head_dim;
@@ -103,14 +229,16 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c) {
     w.mlp_norm = norm(Part::kPreMlpNorm, width);
     w.post_mlp_norm = norm(Part::kPostMlpNorm, width);
   } else {
-    w.mlp_norm = norm(Part::kMlpNorm, width);
+    // GGUF files of gpt-oss name it by its place.
+    const bool by_place = !table.has(Part::kMlpNorm) && table.has(Part::kPostAttentionNorm);
+    w.mlp_norm = norm(by_place ? Part::kPostAttentionNorm : Part::kMlpNorm, width);
   }
-  w.gate = table.matrix(Part::kGate, c.intermediate_size, width);
-  w.up = table.matrix(Part::kUp, c.intermediate_size, width);
-  w.down = table.matrix(Part::kDown, width, c.intermediate_size);
-  w.gate_bias = table.vector_if(c.mlp_bias, Part::kGateBias, c.intermediate_size);
-  w.up_bias = table.vector_if(c.mlp_bias, Part::kUpBias, c.intermediate_size);
-  w.down_bias = table.vector_if(c.mlp_bias, Part::kDownBias, width);
+  w.sinks = table.vector_if(c.attention_sinks, Part::kSinks, c.num_attention_heads);
+  if (c.experts.in_layer(layer)) {
+    declare_experts(table, c, w);
+  } else {
+    declare_mlp(table, c, w);
+  }
   return w;
 }
 
@@ -128,6 +256,65 @@ std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const Model
     apply_rope_factors(frequencies, factors);
   }
   return frequencies;
+}
+
+// The buffers of a mixture of experts, where the model has one.
+struct ExpertBuffers {
+  BufferId routing;  // [T, 2 * top_k]
+  BufferId shared;   // [T, 2] of the shared expert
+  BufferId mixed;    // [T, width] what the shared expert is added to, while it still reads x
+};
+
+ExpertBuffers expert_buffers(Recorder& r, const ModelConfig& config) {
+  const ExpertsConfig& e = config.experts;
+  ExpertBuffers buffers;
+  if (e.num_experts == 0) return buffers;
+  buffers.routing = r.buffer("routing", Extent::kTokens, 2 * e.num_experts_per_tok);
+  if (e.shared_expert_intermediate_size == 0) return buffers;
+  buffers.shared = r.buffer("shared", Extent::kTokens, 2);
+  buffers.mixed = r.buffer("mixed", Extent::kTokens, config.hidden_size);
+  return buffers;
+}
+
+void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& w,
+                    const ExpertBuffers& buffers, BufferId x, BufferId residual, BufferId out) {
+  const RmsNorm norm{w.mlp_norm, static_cast<float>(config.rms_norm_eps)};
+  r.record(RouteOp{.in = x,
+                   .norm = norm,
+                   .weight = w.router,
+                   .bias = w.router_bias,
+                   .top_k = static_cast<std::int32_t>(config.experts.num_experts_per_tok),
+                   .score = config.experts.score,
+                   .out = buffers.routing});
+  const bool shared = w.shared_router.valid();
+  r.record(ExpertsOp{.in = x,
+                     .norm = norm,
+                     .routing = buffers.routing,
+                     .gate = w.experts_gate,
+                     .up = w.experts_up,
+                     .down = w.experts_down,
+                     .gate_bias = w.experts_gate_bias,
+                     .up_bias = w.experts_up_bias,
+                     .down_bias = w.experts_down_bias,
+                     .activation = config.hidden_act,
+                     .residual = residual,
+                     .out = shared ? buffers.mixed : out});
+  if (!shared) return;
+  r.record(RouteOp{.in = x,
+                   .norm = norm,
+                   .weight = w.shared_router,
+                   .top_k = 1,
+                   .score = RouteScore::kSigmoid,
+                   .out = buffers.shared});
+  r.record(ExpertsOp{.in = x,
+                     .norm = norm,
+                     .routing = buffers.shared,
+                     .gate = w.shared_gate,
+                     .up = w.shared_up,
+                     .down = w.shared_down,
+                     .activation = config.hidden_act,
+                     .residual = buffers.mixed,
+                     .out = out});
 }
 
 }  // namespace
@@ -151,7 +338,7 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
                       .value_dim = static_cast<int>(config.head_dim)};
   for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     table.set_layer(layer);
-    tables.layers.push_back(declare_layer(table, config));
+    tables.layers.push_back(declare_layer(table, config, layer));
     const std::int64_t window =
         config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
     // One that no row outgrows is full attention.
@@ -186,6 +373,7 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
       config.post_norms ? r.buffer("added", Extent::kTokens, config.hidden_size) : BufferId{};
   const BufferId target = config.post_norms ? added : x;
   const BufferId residual = config.post_norms ? BufferId{} : x;
+  const ExpertBuffers routing = expert_buffers(r, config);
 
   r.record(EmbedOp{
       .table = tables.embedding, .scale = static_cast<float>(config.embedding_scale), .out = x});
@@ -210,23 +398,28 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
                          .cache = {layer},
                          .heads = heads,
                          .scale = static_cast<float>(scale),
+                         .sinks = w.sinks,
                          .out = attended});
     r.record(LinearOp{
         .in = attended, .weight = w.o, .bias = w.o_bias, .residual = residual, .out = target});
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_attention_norm, eps}, .residual = x, .out = x});
     }
-    r.record(GatedMlpOp{.in = x,
-                        .norm = {w.mlp_norm, eps},
-                        .gate = w.gate,
-                        .up = w.up,
-                        .down = w.down,
-                        .gate_bias = w.gate_bias,
-                        .up_bias = w.up_bias,
-                        .down_bias = w.down_bias,
-                        .activation = config.hidden_act,
-                        .residual = residual,
-                        .out = target});
+    if (w.router.valid()) {
+      record_experts(r, config, w, routing, x, residual, target);
+    } else {
+      r.record(GatedMlpOp{.in = x,
+                          .norm = {w.mlp_norm, eps},
+                          .gate = w.gate,
+                          .up = w.up,
+                          .down = w.down,
+                          .gate_bias = w.gate_bias,
+                          .up_bias = w.up_bias,
+                          .down_bias = w.down_bias,
+                          .activation = config.hidden_act,
+                          .residual = residual,
+                          .out = target});
+    }
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_mlp_norm, eps}, .residual = x, .out = x});
     }

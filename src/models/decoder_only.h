@@ -1,5 +1,5 @@
-// The decoder that Llama, SmolLM2, Mistral, Qwen2 and Qwen3 share: attention and a gated MLP a
-// layer, each behind an RMS norm and on a residual stream. What differs between them is data in
+// The decoder that all families share: attention and a gated MLP, or a mixture of such, a layer,
+// each behind an RMS norm and on a residual stream. What differs between them is data in
 // ModelConfig.
 #pragma once
 

@@ -27,15 +27,19 @@ struct Family {
   RopeStyle gguf_rope_style = RopeStyle::kHalf;
   bool gguf_qkv_bias = false;
   bool gguf_qk_norm = false;
+  bool gguf_experts = false;  // and nothing but them: no layer has a plain MLP
   // The rest of it, once the shared keys are read.
   void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;
 };
 
 extern const Family kGemma3;
+extern const Family kGptOss;
 extern const Family kLlama;
 extern const Family kMistral;
 extern const Family kQwen2;
+extern const Family kQwen2Moe;
 extern const Family kQwen3;
+extern const Family kQwen3Moe;
 
 std::span<const Family* const> families();
 const Family* find_family_by_model_type(std::string_view model_type);      // nullptr: unknown
@@ -56,6 +60,12 @@ void parse_rope_parameters(const JsonObject& root, const JsonObject& rope,
 void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
                         std::int64_t first_layer, ModelConfig& config);
 
+// num_experts (or num_local_experts) and num_experts_per_tok.
+void parse_expert_counts(const JsonObject& root, ModelConfig& config);
+
+// Layers of every second or so are full attention: those whose number + 1 is a multiple.
+void open_layers(ModelConfig& config, std::int64_t pattern);
+
 // Throws Unsupported naming the field's path.
 template <typename... Args>
 [[noreturn]] void fail_unsupported(const JsonObject& object, std::string_view field,
@@ -66,5 +76,7 @@ template <typename... Args>
 
 // Qwen switches its window on by a flag, and then only from layer max_window_layers up.
 void parse_qwen_window(const JsonObject& root, ModelConfig& config);
+// The experts of Qwen2-MoE and Qwen3-MoE, and which layers have them.
+void parse_qwen_experts(const JsonObject& root, ModelConfig& config);
 
 }  // namespace pianola

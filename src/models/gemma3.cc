@@ -21,12 +21,6 @@ void common(ModelConfig& config) {
   config.embedding_scale = std::sqrt(static_cast<double>(config.hidden_size));
 }
 
-void open_layers(ModelConfig& config, std::int64_t pattern) {
-  for (std::size_t i = 0; i < config.layer_windows.size(); ++i) {
-    if ((static_cast<std::int64_t>(i) + 1) % pattern == 0) config.layer_windows[i] = 0;
-  }
-}
-
 void parse_gemma3(const JsonObject& root, ModelConfig& config) {
   common(config);
   config.norm_offset = 1;

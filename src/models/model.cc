@@ -43,7 +43,10 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
 void refuse_unused_tensors(const Checkpoint& checkpoint, const ModelConfig& config,
                            const ModelTables& tables) {
   std::set<std::string, std::less<>> used;
-  for (const WeightDecl& weight : tables.weights) used.insert(weight.source);
+  for (const WeightDecl& weight : tables.weights) {
+    used.insert(weight.source);
+    used.insert(weight.stack.tensors.begin(), weight.stack.tensors.end());
+  }
   if (config.has_rope_factors_tensor) {
     used.insert(tensor_name(checkpoint.format(), Part::kRopeFactors));
   }

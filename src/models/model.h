@@ -23,6 +23,11 @@ struct LayerWeights {
   WeightId attention_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, o_bias;
   WeightId mlp_norm, gate, up, down, gate_bias, up_bias, down_bias;
   WeightId post_attention_norm, post_mlp_norm;  // where the model has them
+  WeightId sinks;
+  // In place of gate, up and down, where the layer has experts.
+  WeightId router, router_bias, experts_gate, experts_up, experts_down;
+  WeightId experts_gate_bias, experts_up_bias, experts_down_bias;
+  WeightId shared_router, shared_gate, shared_up, shared_down;
 };
 
 // The weight table and where in it each part of a decoder lies.

@@ -111,7 +111,12 @@ void parse_rope(const JsonObject& root, ModelConfig& config) {
 }
 
 void refuse_unsupported_fields(const JsonObject& root) {
-  if (root.find("quantization_config")) {
+  if (const auto quantization = root.find_object("quantization_config")) {
+    const std::string method = quantization->find_string("quant_method").value_or("");
+    if (method == "mxfp4") {
+      fail_unsupported(root, "quantization_config",
+                       "MXFP4 weights have no kernel here; save the model dequantised (BF16)");
+    }
     fail_unsupported(root, "quantization_config",
                      "quantised checkpoints are read from GGUF files only");
   }
@@ -161,6 +166,18 @@ void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> wind
   std::fill_n(config.layer_windows.begin(), std::max<std::int64_t>(first_layer, 0), 0);
 }
 
+void open_layers(ModelConfig& config, std::int64_t pattern) {
+  for (std::size_t i = 0; i < config.layer_windows.size(); ++i) {
+    if ((static_cast<std::int64_t>(i) + 1) % pattern == 0) config.layer_windows[i] = 0;
+  }
+}
+
+void parse_expert_counts(const JsonObject& root, ModelConfig& config) {
+  const char* key = is_absent(root, "num_experts") ? "num_local_experts" : "num_experts";
+  config.experts.num_experts = root.get_int(key);
+  config.experts.num_experts_per_tok = root.get_int("num_experts_per_tok");
+}
+
 // transformers 5 lists the kind of every layer, and the list wins over the rule that made it.
 void apply_layer_types(const JsonObject& root, ModelConfig& config) {
   const json::array* types = root.find_array("layer_types");
@@ -202,7 +219,11 @@ const char* rope_kind_name(RopeKind kind) {
 
 ModelConfig parse_hf_config(const json::value& value, const std::string& where) {
   const JsonObject root(value, where);
-  const FieldName name = [&root](std::string_view field) { return root.field_path(field); };
+  const FieldName name = [&root](std::string_view field) {
+    // transformers writes either name.
+    const bool other = field == "num_experts" && is_absent(root, field);
+    return root.field_path(other ? "num_local_experts" : field);
+  };
   const Family& family = find_family(root);
   refuse_unsupported_fields(root);
 

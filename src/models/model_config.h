@@ -26,6 +26,7 @@ namespace pianola {
 inline constexpr std::int64_t kMaxLayers = 1024;
 inline constexpr std::int64_t kMaxHeads = 4096;
 inline constexpr std::int64_t kMaxHeadDim = 8192;
+inline constexpr std::int64_t kMaxExperts = 4096;
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;  // hidden, intermediate
 inline constexpr std::int64_t kMaxVocab = std::int64_t{1} << 22;
 inline constexpr std::int64_t kMaxPositions = std::int64_t{1} << 28;
@@ -54,8 +55,34 @@ struct RopeConfig {
   bool operator==(const RopeConfig&) const = default;
 };
 
+// How a checkpoint keeps the experts of a layer.
+enum class ExpertTensors : std::uint8_t {
+  kStacked,  // a tensor [experts, rows, cols] each for gate, up and down (GGUF)
+  kApart,    // a tensor for each expert (Hugging Face)
+  kFused,    // transposed; gate and up take turns in the columns of one tensor (gpt-oss)
+};
+
+// A mixture of experts in place of the MLP.
+struct ExpertsConfig {
+  std::int64_t num_experts = 0;  // 0: there is none
+  std::int64_t num_experts_per_tok = 0;
+  std::int64_t moe_intermediate_size = 0;            // of each expert
+  std::int64_t shared_expert_intermediate_size = 0;  // of one that all tokens get; 0: none
+  RouteScore score = RouteScore::kSoftmaxOfChosen;   // norm_topk_prob: kSoftmaxOfChosen
+  bool bias = false;                                 // of the router and of every expert
+  ExpertTensors tensors = ExpertTensors::kStacked;
+  std::vector<bool> dense_layers;  // which have a plain MLP all the same; empty: none
+
+  bool in_layer(std::int64_t layer) const {
+    return num_experts > 0 &&
+           (dense_layers.empty() || !dense_layers[static_cast<std::size_t>(layer)]);
+  }
+  bool operator==(const ExpertsConfig&) const = default;
+};
+
 struct ModelConfig {
-  // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text".
+  // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text",
+  // "gpt_oss", "qwen2_moe", "qwen3_moe".
   std::string model_type;
 
   std::int64_t vocab_size = 0;
@@ -68,6 +95,7 @@ struct ModelConfig {
   std::int64_t max_position_embeddings = 0;
   double rms_norm_eps = 0.0;
   Activation hidden_act = Activation::kSilu;
+  ExpertsConfig experts;
 
   bool qkv_bias = false;             // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
   bool output_bias = false;          // o_proj (Llama with attention_bias)
@@ -78,7 +106,8 @@ struct ModelConfig {
   bool post_norms = false;  // what attention and the MLP add is normed first (Gemma)
   double norm_offset = 0;   // norms multiply by it plus their weight: 1 in Gemma's own files
   double embedding_scale = 1;
-  double attention_scale = 0;  // of the scores; 0: 1 / sqrt(head_dim)
+  double attention_scale = 0;    // of the scores; 0: 1 / sqrt(head_dim)
+  bool attention_sinks = false;  // a learned score of each head in the denominator (gpt-oss)
 
   RopeConfig rope;
   std::optional<RopeConfig> window_rope;  // of layers with a window, when theirs differs
@@ -112,7 +141,7 @@ ModelConfig parse_hf_config(const boost::json::value& config,
 void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
                              const std::string& where = "generation_config.json");
 
-// From GGUF metadata (general.architecture llama, qwen2, qwen3 or gemma3).
+// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3 or gpt-oss).
 ModelConfig parse_gguf_config(const Metadata& metadata);
 
 }  // namespace pianola

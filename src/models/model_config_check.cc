@@ -44,6 +44,15 @@ void check_sizes(const ModelConfig& c, const FieldName& name) {
   }
 }
 
+void check_experts(const ExpertsConfig& e, const FieldName& name) {
+  if (e.num_experts == 0) return;
+  check_int(name, "num_experts", e.num_experts, 1, kMaxExperts);
+  check_int(name, "num_experts_per_tok", e.num_experts_per_tok, 1, e.num_experts);
+  check_int(name, "moe_intermediate_size", e.moe_intermediate_size, 1, kMaxWidth);
+  check_int(name, "shared_expert_intermediate_size", e.shared_expert_intermediate_size, 0,
+            kMaxWidth);
+}
+
 void check_rope(const RopeConfig& rope, const FieldName& name) {
   // A base of 1 or less gives no longer wavelengths, and yarn divides by its logarithm.
   if (!(std::isfinite(rope.theta) && rope.theta > 1.0 && rope.theta <= 1e30)) {
@@ -84,6 +93,7 @@ void check_rope(const RopeConfig& rope, const FieldName& name) {
 
 void check_model_config(const ModelConfig& config, const FieldName& name) {
   check_sizes(config, name);
+  check_experts(config.experts, name);
   check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
   check_rope(config.rope, name);
   if (config.window_rope) check_rope(*config.window_rope, name);

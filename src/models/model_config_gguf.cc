@@ -26,6 +26,9 @@ constexpr std::array kFields = {
     GgufField{"head_dim", "attention.key_length"},
     GgufField{"max_position_embeddings", "context_length"},
     GgufField{"rms_norm_eps", "attention.layer_norm_rms_epsilon"},
+    GgufField{"num_experts", "expert_count"},
+    GgufField{"num_experts_per_tok", "expert_used_count"},
+    GgufField{"moe_intermediate_size", "expert_feed_forward_length"},
     GgufField{"rope_theta", "rope.freq_base"},
     GgufField{"rope_scaling.factor", "rope.scaling.factor"},
     GgufField{"rope_scaling.original_max_position_embeddings",
@@ -150,11 +153,25 @@ RopeConfig read_rope(const Metadata& metadata, const ArchKeys& keys, const Model
   return rope;
 }
 
+ExpertsConfig read_experts(const ArchKeys& keys, bool mixture) {
+  if (!mixture) {
+    for (const std::string_view key : {"expert_count", "expert_used_count"}) {
+      if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "mixtures of experts");
+    }
+    return {};
+  }
+  for (const std::string_view key : {"expert_shared_count", "expert_group_count"}) {
+    if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "not supported");
+  }
+  const double scale = keys.find_float("expert_weights_scale").value_or(1.0);
+  if (scale != 0.0 && scale != 1.0) keys.refuse("expert_weights_scale", "only 1, found {}", scale);
+  return {.num_experts = keys.get_int("expert_count"),
+          .num_experts_per_tok = keys.get_int("expert_used_count"),
+          .moe_intermediate_size = keys.get_int("expert_feed_forward_length")};
+}
+
 void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys,
                              const ModelConfig& config) {
-  for (const std::string_view key : {"expert_count", "expert_used_count"}) {
-    if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "mixtures of experts");
-  }
   if (!metadata.find_bool(keys.key("attention.causal")).value_or(true)) {
     keys.refuse("attention.causal", "only causal attention");
   }
@@ -254,6 +271,7 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
   config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
   read_special_tokens(metadata, config);
   refuse_unsupported_keys(metadata, keys, config);
+  config.experts = read_experts(keys, family.gguf_experts);
   config.rope = read_rope(metadata, keys, config);
   if (family.finish_gguf) {
     family.finish_gguf(metadata, config);

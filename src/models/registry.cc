@@ -5,8 +5,8 @@
 namespace pianola {
 
 std::span<const Family* const> families() {
-  static constexpr std::array<const Family*, 5> kFamilies = {&kGemma3, &kLlama, &kMistral, &kQwen2,
-                                                             &kQwen3};
+  static constexpr std::array<const Family*, 8> kFamilies = {
+      &kGemma3, &kGptOss, &kLlama, &kMistral, &kQwen2, &kQwen2Moe, &kQwen3, &kQwen3Moe};
   return kFamilies;
 }
 

@@ -5,6 +5,8 @@
 #include <array>
 #include <string_view>
 
+#include "base/check.h"
+
 namespace pianola {
 namespace {
 
@@ -16,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 25> kNames = {{
+constexpr std::array<Names, 43> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -42,6 +44,24 @@ constexpr std::array<Names, 25> kNames = {{
     {true, "gate_bias", "ffn_gate.bias", "mlp.gate_proj.bias"},
     {true, "up_bias", "ffn_up.bias", "mlp.up_proj.bias"},
     {true, "down_bias", "ffn_down.bias", "mlp.down_proj.bias"},
+    {true, "sinks", "attn_sinks.weight", "self_attn.sinks"},
+    {true, "router", "ffn_gate_inp.weight", "mlp.gate.weight"},
+    {true, "router_bias", "ffn_gate_inp.bias", "mlp.router.bias"},
+    {true, "experts.gate_proj", "ffn_gate_exps.weight", "mlp.experts.{}.gate_proj.weight"},
+    {true, "experts.up_proj", "ffn_up_exps.weight", "mlp.experts.{}.up_proj.weight"},
+    {true, "experts.down_proj", "ffn_down_exps.weight", "mlp.experts.{}.down_proj.weight"},
+    {true, "experts.gate_bias", "ffn_gate_exps.bias", ""},
+    {true, "experts.up_bias", "ffn_up_exps.bias", ""},
+    {true, "experts.down_bias", "ffn_down_exps.bias", ""},
+    {true, "shared_expert.router", "", "mlp.shared_expert_gate.weight"},
+    {true, "shared_expert.gate_proj", "", "mlp.shared_expert.gate_proj.weight"},
+    {true, "shared_expert.up_proj", "", "mlp.shared_expert.up_proj.weight"},
+    {true, "shared_expert.down_proj", "", "mlp.shared_expert.down_proj.weight"},
+    {true, "router", "", "mlp.router.weight"},
+    {true, "experts.gate_up_proj", "", "mlp.experts.gate_up_proj"},
+    {true, "experts.down_proj", "", "mlp.experts.down_proj"},
+    {true, "experts.gate_up_bias", "", "mlp.experts.gate_up_proj_bias"},
+    {true, "experts.down_bias", "", "mlp.experts.down_proj_bias"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
@@ -55,6 +75,15 @@ std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer
   }
   return names.in_layer ? fmt::format("model.layers.{}.{}", layer, names.hugging_face)
                         : std::string(names.hugging_face);
+}
+
+std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
+                               std::int64_t expert) {
+  std::string name = tensor_name(format, part, layer);
+  constexpr std::string_view kPlace = "{}";
+  const std::size_t at = name.find(kPlace);
+  PIANOLA_CHECK(at != std::string::npos, "{} is no name for each expert", name);
+  return name.replace(at, kPlace.size(), std::to_string(expert));
 }
 
 std::string weight_name(Part part, std::int64_t layer) {

@@ -36,10 +36,31 @@ enum class Part : std::uint8_t {
   kGateBias,
   kUpBias,
   kDownBias,
+  kSinks,
+  kRouter,
+  kRouterBias,
+  kExpertsGate,  // of the experts: one tensor, or one for each
+  kExpertsUp,
+  kExpertsDown,
+  kExpertsGateBias,
+  kExpertsUpBias,
+  kExpertsDownBias,
+  kSharedRouter,  // of the expert that every token gets
+  kSharedGate,
+  kSharedUp,
+  kSharedDown,
+  kFusedRouter,  // as gpt-oss names them, whose gate and up are one tensor
+  kFusedGateUp,
+  kFusedDown,
+  kFusedGateUpBias,
+  kFusedDownBias,
 };
 
 // The name in a checkpoint; `layer` is not used by parts outside the layers.
 std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer = 0);
+// Of a part that checkpoints keep in one tensor for each expert.
+std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
+                               std::int64_t expert);
 // pianola's own name: "embed_tokens", "layers.3.q_proj".
 std::string weight_name(Part part, std::int64_t layer = 0);
 

@@ -44,9 +44,21 @@ struct Rope {
 };
 
 enum class Activation : std::uint8_t {
-  kSilu,      // x / (1 + e^-x)
-  kGeluTanh,  // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))
+  kSilu,          // act(g) * u with act(x) = x / (1 + e^-x)
+  kGeluTanh,      // act(g) * u with act(x) = 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))
+  kClampedSwish,  // g' / (1 + e^(-1.702 g')) * (u' + 1) with g' = min(g, 7), u' = u in [-7, 7]
 };
+// "silu", "gelu_tanh", "clamped_swish"
+const char* activation_name(Activation activation);
+
+// How the scores of a router become the weights of the experts it has chosen. Softmax over all
+// experts whose chosen ones are divided by their sum is kSoftmaxOfChosen: the same number.
+enum class RouteScore : std::uint8_t {
+  kSoftmax,          // e^s over the sum of all experts' e^s
+  kSoftmaxOfChosen,  // e^s over the sum of the chosen experts' e^s
+  kSigmoid,          // 1 / (1 + e^-s)
+};
+const char* route_score_name(RouteScore score);  // "softmax", ...
 
 // out[t] = table[token[t]] * scale; 0 for a masked token.
 struct EmbedOp {
@@ -89,13 +101,15 @@ struct QkvOp {
 
 // out[t, h] = softmax(scale * q[t, h] · K) V over positions 0..position[t] of the token's row, or
 // the last `window` of them when the cache has one; kv head of head h is h / (heads / kv_heads).
-// 0 for a masked token.
+// With sinks, e^sinks[h] joins the denominator of the softmax and nothing else. 0 for a masked
+// token.
 struct AttentionOp {
   BufferId q;  // [T, heads * key_dim]
   CacheId cache;
   std::int32_t heads = 0;
   float scale = 0;
-  BufferId out;  // [T, heads * value_dim]
+  WeightId sinks;  // [heads], optional
+  BufferId out;    // [T, heads * value_dim]
 };
 
 // out[t, c] = act(sum over j < taps of weight[taps - 1 - j, c] * x[position[t] - j, c] + bias[c]),
@@ -161,14 +175,47 @@ struct GatedNormOp {
   BufferId out;  // [T, width]
 };
 
-// With n = norm(in[t]): out[t] = Wdown (act(Wgate n) * Wup n) + residual[t]. `out` may be
-// `residual`.
+// With n = norm(in[t]), g = Wgate n and u = Wup n: out[t] = Wdown (act(g) * u) + residual[t], where
+// the activation says what act(g) * u is. `out` may be `residual`.
 struct GatedMlpOp {
   BufferId in;  // [T, width]
   RmsNorm norm;
   WeightId gate, up;                       // [ff, width]
   WeightId down;                           // [width, ff]
   WeightId gate_bias, up_bias, down_bias;  // optional
+  Activation activation = Activation::kSilu;
+  BufferId residual;  // [T, width], optional
+  BufferId out;       // [T, width]
+};
+
+// Chooses experts. With s = W norm(in[t]) + bias: out[t] = the top_k experts with the largest s,
+// the largest first, ties to the lower id; then their weights in the same order. Experts are
+// numbers from 0 in floats; -1 with weight 0 for a masked token. The router multiplies in f32
+// whatever its file holds: a rounding here could choose another expert.
+struct RouteOp {
+  BufferId in;                  // [T, width]
+  std::optional<RmsNorm> norm;  // absent: s = W in[t] + bias
+  WeightId weight;              // [experts, width], role kRouter
+  WeightId bias;                // [experts], optional
+  std::int32_t top_k = 0;
+  RouteScore score = RouteScore::kSoftmax;
+  BufferId out;  // [T, 2 * top_k]
+};
+
+// A gated MLP for each expert e, of which a token gets those that routing[t] names. With
+// n = norm(in[t]), g = Wgate[e] n + gate_bias[e], u likewise and y[e] = Wdown[e] (act(g) * u) +
+// down_bias[e]: out[t] = (weight[0] * y[expert[0]] + weight[1] * y[expert[1]] + ...) + residual[t],
+// summed in that order. Where the expert is -1 nothing is added. `out` may be `residual` or `in`.
+//
+// A shared expert, which every token gets with the weight sigmoid(w · n), is a second pair of these
+// ops: a stack of one expert behind a router of one row with kSigmoid.
+struct ExpertsOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  BufferId routing;                        // [T, 2 * top_k], from RouteOp
+  WeightId gate, up;                       // stacks [experts][ff, width]
+  WeightId down;                           // stack [experts][width, ff]
+  WeightId gate_bias, up_bias, down_bias;  // [experts * ff], [experts * width], optional
   Activation activation = Activation::kSilu;
   BufferId residual;  // [T, width], optional
   BufferId out;       // [T, width]
@@ -202,9 +249,9 @@ struct SampleOp {
 // lane's next round are written, or position -1 when the row has stopped.
 struct AdvanceOp {};
 
-using Op =
-    std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp, DeltaRuleOp, SsmOp,
-                 GateOp, GatedNormOp, GatedMlpOp, LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
+using Op = std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp, DeltaRuleOp,
+                        SsmOp, GateOp, GatedNormOp, GatedMlpOp, RouteOp, ExpertsOp, LmHeadOp,
+                        ScoreOp, SampleOp, AdvanceOp>;
 
 // "embed", "qkv", ...
 const char* op_name(const Op& op);

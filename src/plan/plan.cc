@@ -8,9 +8,20 @@ namespace pianola {
 
 const char* op_name(const Op& op) {
   static constexpr std::array<const char*, std::variant_size_v<Op>> kNames = {
-      "embed", "norm",       "linear",    "qkv",     "attention", "short_conv", "delta_rule", "ssm",
-      "gate",  "gated_norm", "gated_mlp", "lm_head", "score",     "sample",     "advance"};
+      "embed",      "norm",    "linear", "qkv",        "attention", "short_conv",
+      "delta_rule", "ssm",     "gate",   "gated_norm", "gated_mlp", "route",
+      "experts",    "lm_head", "score",  "sample",     "advance"};
   return kNames[op.index()];
+}
+
+const char* activation_name(Activation activation) {
+  static constexpr std::array kNames = {"silu", "gelu_tanh", "clamped_swish"};
+  return kNames[static_cast<std::size_t>(activation)];
+}
+
+const char* route_score_name(RouteScore score) {
+  static constexpr std::array kNames = {"softmax", "softmax_of_chosen", "sigmoid"};
+  return kNames[static_cast<std::size_t>(score)];
 }
 
 const char* step_variant_name(StepVariant variant) {

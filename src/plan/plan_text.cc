@@ -43,9 +43,10 @@ class Printer {
   }
   std::string operator()(const AttentionOp& o) const {
     const AttentionSpec& kv = caches_.attention[static_cast<std::size_t>(o.cache.index)];
-    return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}", b(o.out),
-                       b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
-                       kv.window > 0 ? fmt::format(" window={}", kv.window) : "");
+    return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}{}",
+                       b(o.out), b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
+                       kv.window > 0 ? fmt::format(" window={}", kv.window) : "",
+                       optional("sinks", o.sinks));
   }
   std::string operator()(const ShortConvOp& o) const {
     return fmt::format("short_conv {}, state.{} <- {}  weight={} taps={}{}{}", b(o.out),
@@ -81,6 +82,18 @@ class Printer {
                        w(o.down), activation_name(o.activation), optional("gate_bias", o.gate_bias),
                        optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
   }
+  std::string operator()(const RouteOp& o) const {
+    return fmt::format("route      {} <- {}  {} router={}{} top={}/{} score={}", b(o.out), b(o.in),
+                       o.norm ? norm("norm", *o.norm) : "", w(o.weight), optional("bias", o.bias),
+                       o.top_k, decl(o.weight).rows, route_score_name(o.score));
+  }
+  std::string operator()(const ExpertsOp& o) const {
+    return fmt::format("experts    {} <- {}[{}]{}  {} gate={} up={} down={} of {} act={}{}{}{}",
+                       b(o.out), b(o.in), b(o.routing), plus(o.residual), norm("norm", o.norm),
+                       w(o.gate), w(o.up), w(o.down), decl(o.gate).experts,
+                       activation_name(o.activation), optional("gate_bias", o.gate_bias),
+                       optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
+  }
   std::string operator()(const LmHeadOp& o) const {
     return fmt::format("lm_head    {} <- {}[logit_token]  {} weight={}", b(o.logits), b(o.in),
                        norm("norm", o.norm), w(o.weight));
@@ -95,14 +108,12 @@ class Printer {
   std::string operator()(const AdvanceOp&) const { return "advance    rows, ring <- sampled"; }
 
  private:
-  static const char* activation_name(Activation activation) {
-    return activation == Activation::kSilu ? "silu" : "gelu_tanh";
-  }
   const StateSpec& state(StateId id) const {
     return caches_.states[static_cast<std::size_t>(id.index)];
   }
   std::string b(BufferId id) const { return fmt::format("%{}", plan_.buffer(id).name); }
-  std::string w(WeightId id) const { return weights_[static_cast<std::size_t>(id.index)].name; }
+  const WeightDecl& decl(WeightId id) const { return weights_[static_cast<std::size_t>(id.index)]; }
+  std::string w(WeightId id) const { return decl(id).name; }
   std::string plus(BufferId id) const { return id.valid() ? fmt::format(" + {}", b(id)) : ""; }
   std::string optional(const char* name, WeightId id) const {
     return id.valid() ? fmt::format(" {}={}", name, w(id)) : "";

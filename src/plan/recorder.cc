@@ -1,5 +1,6 @@
 #include "plan/recorder.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -66,7 +67,16 @@ void Recorder::expect(bool condition, const char* rule) const {
 void Recorder::expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const {
   const WeightDecl& w = weight(id);
   expect(w.role == WeightRole::kLinear, "a matrix to multiply by, not a vector or a table");
+  expect(w.experts == 1, "one matrix, not a stack");
   expect(w.rows == rows && w.cols == cols, "a matrix of the right shape");
+}
+
+void Recorder::expect_stack(WeightId id, std::int64_t experts, std::int64_t rows,
+                            std::int64_t cols) const {
+  const WeightDecl& w = weight(id);
+  expect(w.role == WeightRole::kLinear, "matrices to multiply by, not a vector or a table");
+  expect(w.experts == experts, "a matrix for each expert");
+  expect(w.rows == rows && w.cols == cols, "matrices of the right shape");
 }
 
 void Recorder::expect_vector(WeightId id, std::int64_t size) const {
@@ -140,6 +150,7 @@ void Recorder::check(const AttentionOp& op) const {
          "queries of all heads");
   expect(width(op.out, Extent::kTokens) == std::int64_t{op.heads} * kv.value_dim,
          "outputs of all heads");
+  expect_optional_vector(op.sinks, op.heads);
   expect(op.q != op.out, "input and output apart");
 }
 
@@ -215,6 +226,43 @@ void Recorder::check(const GatedMlpOp& op) const {
   if (op.residual.valid()) {
     expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
   }
+}
+
+void Recorder::check(const RouteOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  const WeightDecl& router = weight(op.weight);
+  if (op.norm) expect_norm(*op.norm, in);
+  expect(router.role == WeightRole::kRouter && router.cols == in, "a router of the right width");
+  expect_optional_vector(op.bias, router.rows);
+  expect(op.top_k >= 1 && op.top_k <= router.rows, "from one to all experts chosen");
+  expect(width(op.out, Extent::kTokens) == 2 * std::int64_t{op.top_k},
+         "an expert and a weight for each that is chosen");
+  expect(op.in != op.out, "input and output apart");
+}
+
+void Recorder::check(const ExpertsOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  const std::int64_t out = width(op.out, Extent::kTokens);
+  const std::int64_t experts = weight(op.gate).experts;
+  const std::int64_t ff = weight(op.gate).rows;
+  expect_norm(op.norm, in);
+  const auto routes_these = [&](const Op& before) {
+    const auto* route = std::get_if<RouteOp>(&before);
+    return route && route->out == op.routing && weight(route->weight).rows == experts;
+  };
+  expect(std::any_of(plan_.ops.begin(), plan_.ops.end(), routes_these),
+         "a routing over as many experts");
+  expect_stack(op.gate, experts, ff, in);
+  expect_stack(op.up, experts, ff, in);
+  expect_stack(op.down, experts, out, ff);
+  expect_optional_vector(op.gate_bias, experts * ff);
+  expect_optional_vector(op.up_bias, experts * ff);
+  expect_optional_vector(op.down_bias, experts * out);
+  if (op.residual.valid()) {
+    expect(width(op.residual, Extent::kTokens) == out, "a residual as wide as the output");
+  }
+  expect(op.routing != op.in && op.routing != op.out && op.routing != op.residual,
+         "the routing apart from everything else");
 }
 
 void Recorder::check(const LmHeadOp& op) const {

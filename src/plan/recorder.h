@@ -42,6 +42,8 @@ class Recorder {
   void check(const GateOp& op) const;
   void check(const GatedNormOp& op) const;
   void check(const GatedMlpOp& op) const;
+  void check(const RouteOp& op) const;
+  void check(const ExpertsOp& op) const;
   void check(const LmHeadOp& op) const;
   void check(const ScoreOp& op) const;
   void check(const SampleOp& op) const;
@@ -53,6 +55,7 @@ class Recorder {
   std::int64_t width(BufferId id, Extent extent) const;
   void expect(bool condition, const char* rule) const;
   void expect_matrix(WeightId id, std::int64_t rows, std::int64_t cols) const;
+  void expect_stack(WeightId id, std::int64_t experts, std::int64_t rows, std::int64_t cols) const;
   void expect_vector(WeightId id, std::int64_t size) const;
   void expect_optional_vector(WeightId id, std::int64_t size) const;
   void expect_norm(const RmsNorm& norm, std::int64_t size) const;

@@ -22,6 +22,10 @@ struct BuffersOf {
   std::vector<BufferId> operator()(const GateOp& o) const { return {o.in, o.gate, o.out}; }
   std::vector<BufferId> operator()(const GatedNormOp& o) const { return {o.in, o.gate, o.out}; }
   std::vector<BufferId> operator()(const GatedMlpOp& o) const { return {o.in, o.residual, o.out}; }
+  std::vector<BufferId> operator()(const RouteOp& o) const { return {o.in, o.out}; }
+  std::vector<BufferId> operator()(const ExpertsOp& o) const {
+    return {o.in, o.routing, o.residual, o.out};
+  }
   std::vector<BufferId> operator()(const LmHeadOp& o) const { return {o.in, o.logits}; }
   std::vector<BufferId> operator()(const ScoreOp& o) const { return {o.in}; }
   std::vector<BufferId> operator()(const SampleOp& o) const { return {o.logits}; }

@@ -10,6 +10,8 @@ const char* weight_role_name(WeightRole role) {
   switch (role) {
     case WeightRole::kLinear:
       return "linear";
+    case WeightRole::kRouter:
+      return "router";
     case WeightRole::kEmbedding:
       return "embedding";
     case WeightRole::kVector:
@@ -29,6 +31,15 @@ std::vector<std::byte> gather_rows(const WeightDecl& decl, const std::byte* sour
     }
   }
   return bytes;
+}
+
+WeightDecl one_matrix(const WeightDecl& stack) {
+  WeightDecl decl{.name = stack.name, .source = stack.source, .role = stack.role};
+  decl.dtype = stack.dtype;
+  decl.rows = stack.rows;
+  decl.cols = stack.cols;
+  decl.offset = stack.offset;
+  return decl;
 }
 
 void read_vector(const WeightDecl& decl, const std::byte* source, float* values) {

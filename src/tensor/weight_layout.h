@@ -14,7 +14,8 @@
 namespace pianola {
 
 enum class WeightRole : std::uint8_t {
-  kLinear,     // [rows, cols]: y = W x
+  kLinear,     // [rows, cols]: y = W x; a stack has `experts` of them
+  kRouter,     // [rows, cols]: y = W x in f32, whatever the checkpoint holds
   kEmbedding,  // [rows, cols]: rows are looked up
   kVector,     // [cols]: norms, biases, constants; always f32 for the ops
 };
@@ -32,6 +33,19 @@ struct RowSlice {
   std::int64_t source_row(std::int64_t i) const { return begin + i / group * stride + i % group; }
 };
 
+// How a stack of matrices lies in a checkpoint when it is not [experts, rows, cols] in one tensor.
+struct StackSource {
+  // One tensor [rows, cols] for each expert, in order; `source` of the weight is the first.
+  std::vector<std::string> tensors;
+  // Not 0: one tensor [experts, cols, rows * columns], transposed, whose column r * columns +
+  // first_column is row r: matrices that share a tensor take turns. A vector's element i is element
+  // i * columns + first_column of the tensor. Only element types that are no blocks.
+  std::int32_t columns = 0;
+  std::int32_t first_column = 0;
+
+  bool operator==(const StackSource&) const = default;
+};
+
 struct WeightDecl {
   std::string name;    // pianola's own: "layers.3.q_proj", "embed_tokens", "lm_head"
   std::string source;  // name in the checkpoint; empty for a constant
@@ -39,17 +53,23 @@ struct WeightDecl {
   DType dtype = DType::kF32;  // in the checkpoint
   std::int64_t rows = 1;
   std::int64_t cols = 0;
-  std::vector<float> constant;   // [cols]: computed by the model instead of read (rope frequencies)
+  std::int64_t experts = 1;  // not 1: a stack of matrices, packed one behind the other
+  StackSource stack;
   std::vector<RowSlice> slices;  // what is taken, in this order; empty: all of the tensor
+  std::vector<float> constant;   // [cols]: computed by the model instead of read (rope frequencies)
   float offset = 0;              // of a vector: added to each element that is read (norms by 1 + w)
 
+  // Of all matrices, without what else a tensor that they share holds.
   std::size_t source_bytes() const {
-    return static_cast<std::size_t>(rows) * row_bytes(dtype, cols);
+    return static_cast<std::size_t>(experts * rows) * row_bytes(dtype, cols);
   }
 };
 
 // The bytes that `slices` take of a tensor, in order.
 std::vector<std::byte> gather_rows(const WeightDecl& decl, const std::byte* source);
+
+// One matrix of a stack as a weight of its own: what a backend is asked to lay out and to repack.
+WeightDecl one_matrix(const WeightDecl& stack);
 
 // A vector's [cols] values from its bytes in the checkpoint, unaligned.
 void read_vector(const WeightDecl& decl, const std::byte* source, float* values);
@@ -73,6 +93,11 @@ struct BoundWeight {
   const std::byte* data = nullptr;
 
   const float* f32() const { return reinterpret_cast<const float*>(data); }
+  // The packed matrix of one expert.
+  const std::byte* matrix(std::int64_t expert) const {
+    return data + static_cast<std::size_t>(expert) *
+                      (layout.bytes / static_cast<std::size_t>(decl->experts));
+  }
 };
 
 }  // namespace pianola

@@ -1,14 +1,57 @@
 #include "weights/weight_loader.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 namespace pianola {
+namespace {
+
+bool is_stack(const WeightDecl& decl) { return decl.experts != 1 || decl.stack != StackSource{}; }
+
+WeightLayout layout_of(const WeightDecl& decl, const LayoutFunction& layout) {
+  if (!is_stack(decl)) return layout(decl);
+  WeightLayout stack = layout(one_matrix(decl));
+  PIANOLA_CHECK(!stack.mapped, "stack {} cannot be mapped", decl.name);
+  stack.bytes = (stack.bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment *
+                static_cast<std::size_t>(decl.experts);
+  stack.form = 0;  // no other weight is made from the same elements
+  return stack;
+}
+
+// out [rows, cols] from the columns of source [cols, rows * columns] that a matrix has in it.
+template <std::size_t kElementBytes>
+void transpose(const StackSource& stack, const std::byte* source, std::int64_t rows,
+               std::int64_t cols, std::byte* out) {
+  constexpr std::int64_t kTile = 16;  // rows whose elements of the source are near each other
+  for (std::int64_t first = 0; first < rows; first += kTile) {
+    const std::int64_t end = std::min(first + kTile, rows);
+    for (std::int64_t c = 0; c < cols; ++c) {
+      for (std::int64_t r = first; r < end; ++r) {
+        const std::int64_t from = (c * rows + r) * stack.columns + stack.first_column;
+        std::memcpy(out + static_cast<std::size_t>(r * cols + c) * kElementBytes,
+                    source + static_cast<std::size_t>(from) * kElementBytes, kElementBytes);
+      }
+    }
+  }
+}
+
+void take_columns(const WeightDecl& decl, const std::byte* source, std::byte* out) {
+  const DTypeInfo& type = dtype_info(decl.dtype);
+  PIANOLA_CHECK(type.elements == 1 && (type.bytes == 2 || type.bytes == 4),
+                "columns of {} in {} cannot be taken apart", decl.name, type.name);
+  // A vector is a matrix of one column.
+  const bool vector = decl.role == WeightRole::kVector;
+  const auto take = type.bytes == 2 ? transpose<2> : transpose<4>;
+  take(decl.stack, source, vector ? decl.cols : decl.rows, vector ? 1 : decl.cols, out);
+}
+
+}  // namespace
 
 WeightStore::WeightStore(std::span<const WeightDecl> decls, const LayoutFunction& layout,
                          Arena& arena)
     : decls_(decls), arena_(&arena) {
-  for (const WeightDecl& decl : decls) entries_.push_back({layout(decl), 0, {}});
+  for (const WeightDecl& decl : decls) entries_.push_back({layout_of(decl, layout), 0, {}});
   for (std::size_t i = 0; i < decls.size(); ++i) {
     Entry& entry = entries_[i];
     PIANOLA_CHECK(!entry.layout.mapped || (decls[i].constant.empty() && decls[i].slices.empty()),
@@ -63,6 +106,9 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
       data = arena_->address(entry.offset);
       repack(decl, entry.layout, reinterpret_cast<const std::byte*>(decl.constant.data()),
              arena_->address(entry.offset));
+    } else if (is_stack(decl)) {
+      data = arena_->address(entry.offset);
+      load_stack(decl, entry, checkpoint, repack);
     } else {
       const TensorInfo& tensor = checkpoint.get(decl.source);
       const TensorView view = checkpoint.view(tensor);
@@ -88,6 +134,36 @@ void WeightStore::load(const Checkpoint& checkpoint, const RepackFunction& repac
   }
   // The headers, and what the system read around the edges of tensors.
   checkpoint.drop_all();
+}
+
+void WeightStore::load_stack(const WeightDecl& decl, const Entry& entry,
+                             const Checkpoint& checkpoint, const RepackFunction& repack) const {
+  const StackSource& stack = decl.stack;
+  const auto view_of = [&](const TensorInfo& tensor, std::size_t bytes) {
+    const TensorView view = checkpoint.view(tensor);
+    PIANOLA_CHECK(view.bytes == bytes && view.dtype == decl.dtype,
+                  "stack {} is not what the model declared", decl.name);
+    return view.data;
+  };
+  const WeightDecl one = one_matrix(decl);
+  const auto experts = static_cast<std::size_t>(decl.experts);
+  const std::size_t shared = static_cast<std::size_t>(std::max(stack.columns, 1));
+  WeightLayout layout = entry.layout;
+  layout.bytes /= experts;
+  std::vector<std::byte> taken(stack.columns > 0 ? one.source_bytes() : 0);
+  for (std::size_t e = 0; e < experts; ++e) {
+    const bool apart = !stack.tensors.empty();
+    const TensorInfo& tensor = checkpoint.get(apart ? stack.tensors[e] : decl.source);
+    const std::byte* source =
+        apart ? view_of(tensor, one.source_bytes())
+              : view_of(tensor, decl.source_bytes() * shared) + e * one.source_bytes() * shared;
+    if (!taken.empty()) {
+      take_columns(decl, source, taken.data());
+      source = taken.data();
+    }
+    repack(one, layout, source, arena_->address(entry.offset) + e * layout.bytes);
+    if (apart || e + 1 == experts) checkpoint.drop(tensor);
+  }
 }
 
 }  // namespace pianola

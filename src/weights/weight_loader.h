@@ -1,4 +1,6 @@
 // Brings weights from a checkpoint into the layout that a backend wants, one tensor at a time.
+// A backend sees the matrices of a stack one by one, and never has to know how a checkpoint keeps
+// them: its packed form is theirs, one behind the other, each aligned as the arena aligns.
 //
 //   WeightStore store(decls, [&](const WeightDecl& d) { return backend.weight_layout(d); }, arena);
 //   arena.seal(memory);
@@ -49,6 +51,10 @@ class WeightStore {
   };
   // The entry whose copy serves weight `i` as well.
   std::optional<std::size_t> find_copy(std::size_t i) const;
+  // Repacks the matrices of a stack one after the other. Beside its packed form there is at most
+  // one matrix that had to be put together first.
+  void load_stack(const WeightDecl& decl, const Entry& entry, const Checkpoint& checkpoint,
+                  const RepackFunction& repack) const;
 
   std::span<const WeightDecl> decls_;
   Arena* arena_;

@@ -1,7 +1,7 @@
 """Writes a tiny transformers checkpoint as GGUF, with llama.cpp's conventions.
 
 Tensor names blk.N.*, rows of q and k interleaved for architecture llama, rope_freqs.weight for the
-llama3 scaling, matrices in the asked type, vectors in F32, no vocabulary.
+llama3 scaling, matrices in the asked type, vectors and routers in F32, no vocabulary.
 """
 
 import math
@@ -21,7 +21,13 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+ARCHITECTURES = {"mistral": "llama", "gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}
 TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -29,11 +35,15 @@ TOP_NAMES = {
 }
 
 
-def gguf_name(name):
+def gguf_name(name, arch):
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
+    if rest == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight"
     stem, suffix = rest.rsplit(".", 1)
+    if stem == "post_attention_layernorm" and arch == "gpt-oss":
+        return f"blk.{layer}.post_attention_norm.{suffix}"
     return f"blk.{layer}.{LAYER_NAMES[stem]}.{suffix}"
 
 
@@ -43,6 +53,29 @@ def interleave_rows(weight, heads):
     return (
         weight.reshape(heads, 2, width // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
+
+
+def split_experts(tensors, arch):
+    """Gate and up as tensors [experts, rows, cols] of their own."""
+    out = {}
+    for name, array in tensors.items():
+        stem = name.removesuffix("_bias")
+        suffix = "weight" if stem == name else "bias"
+        if ".mlp.experts." not in name:
+            out[name] = array
+            continue
+        if arch == "gpt-oss" and suffix == "weight":
+            array = array.swapaxes(1, 2)  # [experts, rows, cols]
+        if not stem.endswith("gate_up_proj"):
+            out[f"{stem}.{suffix}"] = array
+            continue
+        if arch == "gpt-oss":
+            gate, up = array[:, ::2], array[:, 1::2]
+        else:
+            gate, up = np.split(array, 2, axis=1)
+        out[f"{stem.replace('gate_up', 'gate')}.{suffix}"] = gate
+        out[f"{stem.replace('gate_up', 'up')}.{suffix}"] = up
+    return out
 
 
 def llama3_factors(rope, head_dim):
@@ -64,7 +97,7 @@ def llama3_factors(rope, head_dim):
 
 def export(path, config, tensors, matrix_type):
     """config: a transformers config; tensors: name to float32 array; matrix_type: "F32", "Q8_0", ..."""
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     writer = gguf.GGUFWriter(path, arch)
@@ -76,13 +109,22 @@ def export(path, config, tensors, matrix_type):
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    if head_dim * config.num_attention_heads != config.hidden_size or arch == "qwen3":
+    if head_dim * config.num_attention_heads != config.hidden_size or "qwen3" in arch:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "llama":
         writer.add_rope_dimension_count(head_dim)
+    if arch in ("gpt-oss", "qwen3moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", config.intermediate_size)
+        )
+        tensors = split_experts(tensors, arch)
+    if arch == "gpt-oss":
+        writer.add_sliding_window(config.sliding_window)
     kind = rope["rope_type"]
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
@@ -102,13 +144,13 @@ def export(path, config, tensors, matrix_type):
         if arch == "llama" and ".k_proj." in name:
             array = interleave_rows(array, config.num_key_value_heads)
         array = np.ascontiguousarray(array, dtype=np.float32)
-        if array.ndim == 1:
-            writer.add_tensor(gguf_name(name), array)
+        if array.ndim == 1 or name.endswith((".bias", ".mlp.gate.weight", ".mlp.router.weight")):
+            writer.add_tensor(gguf_name(name, arch), array)
             continue
         data = gguf.quants.quantize(array, quant)
         if not np.array_equal(gguf.quants.dequantize(data, quant), array):
             raise ValueError(f"{name}: {matrix_type} does not hold these weights exactly")
-        writer.add_tensor(gguf_name(name), data, raw_dtype=quant)
+        writer.add_tensor(gguf_name(name, arch), data, raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -27,7 +27,10 @@ import zlib
 import numpy as np
 import torch
 import transformers
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
+    Qwen3Config, Qwen3MoeConfig,
+)  # fmt: skip
 
 import gguf_export
 
@@ -35,6 +38,9 @@ torch.set_num_threads(1)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OUT = ROOT / "tests" / "models"
 SEED = 20261130
+
+# As the model is written down, not as it is fast.
+PLAIN = dict(attn_implementation="eager", experts_implementation="eager")
 
 SMALL = dict(
     vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -59,6 +65,51 @@ CASES = {
              "sliding_attention": rope(theta=10000.0),
              "full_attention": rope("linear", theta=1000000.0, factor=8.0)}},
         dict(dtype="bfloat16", rows=(200, 17), max_seq_len=256),
+        [],
+    ),
+    # Three of eight experts, in rows that pass the window many times.
+    "gpt_oss/mixed": (
+        GptOssConfig,
+        {**SMALL, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 16,
+         "intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3,
+         "rope_parameters": rope("yarn", theta=150000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
+                                 original_max_position_embeddings=32, truncate=False)},
+        dict(dtype="float32", rows=(200, 70, 17), max_seq_len=256),
+        ["F16"],
+    ),
+    "gpt_oss/bfloat16": (
+        GptOssConfig,
+        {**SMALL, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4,
+         "num_experts_per_tok": 2,
+         "rope_parameters": rope("yarn", theta=150000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
+                                 original_max_position_embeddings=32, truncate=False)},
+        dict(dtype="bfloat16"),
+        [],
+    ),
+    "qwen3_moe/all": (
+        Qwen3MoeConfig,
+        {**SMALL, "rms_norm_eps": 1e-6, "head_dim": 32, "tie_word_embeddings": True,
+         "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
+         "norm_topk_prob": True, "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="float16"),
+        ["F16"],
+    ),
+    # A layer of three has experts, whose weights are not divided by their sum.
+    "qwen3_moe/some": (
+        Qwen3MoeConfig,
+        {**SMALL, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, "head_dim": 32,
+         "num_experts": 6, "num_experts_per_tok": 5, "moe_intermediate_size": 40,
+         "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+         "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="float16"),
+        [],
+    ),
+    "qwen2_moe/shared": (
+        Qwen2MoeConfig,
+        {**SMALL, "rms_norm_eps": 1e-6, "num_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 56,
+         "norm_topk_prob": False, "rope_parameters": rope(theta=1000000.0)},
+        dict(dtype="float16"),
         [],
     ),
     "llama/untied": (
@@ -207,7 +258,7 @@ def make_weights(model, case, bits):
             continue
         rng = rng_for(case, name)
         shape = tuple(parameter.shape)
-        if len(shape) == 2:
+        if len(shape) >= 2 and not name.endswith("bias"):
             tensors[name] = grid_weight(rng, shape, bits)
         elif name.endswith("norm.weight"):
             tensors[name] = (rng.integers(64, 192, size=shape) / 128.0).astype(np.float32)
@@ -269,12 +320,12 @@ def reload(folder, model, store, tensors):
     """The model as transformers reads it back from the folder, in float32."""
     if "weights_from" in store:
         config = transformers.AutoConfig.from_pretrained(folder)
-        again = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        again = type(model)._from_config(config, **PLAIN, dtype=torch.float32)
         load_weights(again, tensors)
         return again.eval()
     return (
         type(model)
-        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .from_pretrained(folder, dtype=torch.float32, **PLAIN)
         .eval()
     )
 
@@ -338,7 +389,7 @@ def make_case(case, extra_gguf=None):
     config_class, fields, store, gguf_types = CASES[case]
     config = config_class(**fields)
     model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
+        config, **PLAIN, dtype=torch.float32
     ).eval()
     tensors = make_weights(model, store.get("weights_from", case), store.get("grid", 8))
     load_weights(model, tensors)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "backends/cpu/cpu_program.h"
 #include "backends/cpu/kernels/attention.h"
@@ -57,6 +58,10 @@ WeightLayout CpuBackend::weight_layout(const WeightDecl& decl) const {
       return {.mapped = false,
               .bytes = static_cast<std::size_t>(decl.cols) * sizeof(float),
               .dtype = DType::kF32};
+    case WeightRole::kRouter:
+      return {.mapped = false,
+              .bytes = packed_bytes(DType::kF32, decl.rows, decl.cols),
+              .dtype = DType::kF32};
     case WeightRole::kLinear:
       if (!linear_supported(decl.dtype, decl.rows, decl.cols)) {
         fail(ErrorCode::kUnsupported, "cpu backend: weight '{}': {} [{}, {}] has no kernel",
@@ -75,6 +80,11 @@ void CpuBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::
   if (decl.role == WeightRole::kVector) {
     return read_vector(decl, source, reinterpret_cast<float*>(destination));
   }
+  if (decl.role == WeightRole::kRouter) {
+    std::vector<float> values(static_cast<std::size_t>(decl.rows * decl.cols));
+    dequantize_row(decl.dtype, source, values.data(), values.size());
+    return pack_rows(DType::kF32, values.data(), decl.rows, decl.cols, destination, 0, decl.rows);
+  }
   pool_.run([&](int worker, int workers) {
     const RowRange rows = worker_rows(static_cast<int>(decl.rows), worker, workers);
     if (rows.begin < rows.end) {
@@ -84,6 +94,9 @@ void CpuBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::
 }
 
 void CpuBackend::check(const Plan& plan, const PlanTables& tables) const {
+  const auto decl = [&tables](WeightId id) -> const WeightDecl& {
+    return tables.weights[static_cast<std::size_t>(id.index)];
+  };
   for (const Op& op : plan.ops) {
     if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
       const int taps = tables.caches.states[static_cast<std::size_t>(conv->state.index)].conv_taps;
@@ -92,6 +105,16 @@ void CpuBackend::check(const Plan& plan, const PlanTables& tables) const {
              "cpu backend: short_conv of state layer {}: {} taps (at most {}), and no activation "
              "or silu",
              conv->state.index, taps, kMaxConvTaps);
+      }
+    }
+    if (const auto* experts = std::get_if<ExpertsOp>(&op)) {
+      const WeightDecl& gate = decl(experts->gate);
+      const WeightDecl& up = decl(experts->up);
+      if (activation_kind(gate.dtype, isa_) != activation_kind(up.dtype, isa_)) {
+        fail(ErrorCode::kUnsupported,
+             "cpu backend: experts: '{}' in {} and '{}' in {} want activations of two kinds, which "
+             "has no kernel",
+             gate.name, dtype_name(gate.dtype), up.name, dtype_name(up.dtype));
       }
     }
     const auto* attention = std::get_if<AttentionOp>(&op);

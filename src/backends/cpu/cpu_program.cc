@@ -21,7 +21,7 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
   PIANOLA_CHECK(layout_.bytes <= binding.scratch_bytes, "scratch of {} bytes, {} needed",
                 binding.scratch_bytes, layout_.bytes);
   for (const BoundWeight& weight : binding.weights) {
-    if (weight.decl->role == WeightRole::kLinear) {
+    if (weight.decl->role == WeightRole::kLinear || weight.decl->role == WeightRole::kRouter) {
       widest_ = std::max(widest_, static_cast<int>(weight.decl->cols));
     }
   }
@@ -138,7 +138,7 @@ CpuProgram::Prepared CpuProgram::prepare(Worker w, int tokens, int cols, Row row
     if (tokens > 1) ldx = row(1) - row(0);
   }
   for (const WeightId id : readers) {
-    const ActivationKind kind = activation_kind(bound_.weight(id).decl->dtype, isa_);
+    const ActivationKind kind = activation_kind(bound_.weight(id).layout.dtype, isa_);
     const auto k = static_cast<std::size_t>(kind);
     if (prepared.of_kind[k]) continue;
     const auto worker = static_cast<std::size_t>(w.index);
@@ -154,10 +154,22 @@ CpuProgram::Prepared CpuProgram::prepare(Worker w, int tokens, int cols, Row row
   return prepared;
 }
 
-PackedWeight CpuProgram::packed(WeightId id) const {
+PackedWeight CpuProgram::packed(WeightId id, int expert) const {
   const BoundWeight& weight = bound_.weight(id);
-  return {weight.decl->dtype, weight.data, static_cast<int>(weight.decl->rows),
+  return {weight.layout.dtype, weight.matrix(expert), static_cast<int>(weight.decl->rows),
           static_cast<int>(weight.decl->cols)};
+}
+
+CpuProgram::Gate CpuProgram::gate_of(Activation activation) const {
+  switch (activation) {
+    case Activation::kSilu:
+      return f_.gate;
+    case Activation::kGeluTanh:
+      return f_.gate_gelu;
+    case Activation::kClampedSwish:
+      return f_.gate_clamped;
+  }
+  PIANOLA_CHECK(false, "activation {}", static_cast<int>(activation));
 }
 
 void CpuProgram::multiply(Worker w, WeightId weight, const Prepared& x, Range rows, float* y,
@@ -213,7 +225,7 @@ void CpuProgram::execute(const GatedMlpOp& op, Worker w) {
   project(w, op.gate, op.gate_bias, x, nullptr, gate);
   project(w, op.up, op.up_bias, x, nullptr, up);
   const RowRange own = worker_rows(ff, w.index, w.count);
-  const auto activate = op.activation == Activation::kSilu ? f_.gate : f_.gate_gelu;
+  const auto activate = gate_of(op.activation);
   for (int t = 0; t < tokens() && own.begin < own.end; ++t) {
     const std::int64_t at = std::int64_t{t} * ff + own.begin;
     activate(gate + at, up + at, own.end - own.begin, gate + at);
@@ -223,6 +235,32 @@ void CpuProgram::execute(const GatedMlpOp& op, Worker w) {
                              nullptr, {op.down});
   project(w, op.down, op.down_bias, h, op.residual.valid() ? bound_.buffer(op.residual) : nullptr,
           bound_.buffer(op.out));
+  pool_.barrier();
+}
+
+void CpuProgram::execute(const RouteOp& op, Worker w) {
+  const StepState& s = bound_.state();
+  const std::int64_t cols = bound_.width(op.in);
+  const float* in = bound_.buffer(op.in);
+  const int experts = packed(op.weight).rows;
+  float* scores = scratch<float>(layout_.scores);
+  const Prepared x =
+      prepare(w, tokens(), static_cast<int>(cols), [&](int t) { return in + t * cols; },
+              op.norm ? &*op.norm : nullptr, {op.weight});
+  project(w, op.weight, op.bias, x, nullptr, scores);
+  pool_.barrier();
+  const Range range = share(tokens(), w);
+  for (int t = range.begin; t < range.end; ++t) {
+    float* out = bound_.buffer(op.out) + std::int64_t{t} * 2 * op.top_k;
+    if (s.position[t] < 0) {
+      std::fill_n(out, op.top_k, -1.0F);
+      std::fill_n(out + op.top_k, op.top_k, 0.0F);
+    } else {
+      reference::choose_experts(
+          {scores + std::int64_t{t} * experts, static_cast<std::size_t>(experts)}, op.top_k,
+          op.score, out);
+    }
+  }
   pool_.barrier();
 }
 
@@ -323,6 +361,7 @@ AttentionArgs CpuProgram::attention_args(const AttentionOp& op) const {
           .tokens = tokens(),
           .heads = op.heads,
           .scale = op.scale,
+          .sinks = bound_.vector(op.sinks),
           .positions = bound_.state().position,
           .slots = scratch<std::int32_t>(layout_.slots),
           .queries = bound_.buffer(op.q),

@@ -4,6 +4,7 @@
 
 #include "backends/backend.h"
 #include "backends/cpu/cpu_scratch.h"
+#include "backends/cpu/expert_groups.h"
 #include "backends/cpu/isa.h"
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/elementwise.h"
@@ -40,6 +41,8 @@ class CpuProgram final : public Program {
     int tokens = 0;
   };
 
+  using Gate = void (*)(const float* gate, const float* up, int n, float* y);
+
   void begin_step(Worker w);
   void execute(const EmbedOp& op, Worker w);
   void execute(const NormOp& op, Worker w);
@@ -52,6 +55,8 @@ class CpuProgram final : public Program {
   void execute(const GateOp& op, Worker w);
   void execute(const GatedNormOp& op, Worker w);
   void execute(const GatedMlpOp& op, Worker w);
+  void execute(const RouteOp& op, Worker w);
+  void execute(const ExpertsOp& op, Worker w);
   void execute(const LmHeadOp& op, Worker w);
   void execute(const ScoreOp& op, Worker w);
   void execute(const SampleOp& op, Worker w);
@@ -74,13 +79,24 @@ class CpuProgram final : public Program {
   template <typename Prepare, typename Finish>
   void fold_heads(StateId id, BufferId out, bool delta, Worker w, Prepare prepare, Finish finish);
 
+  // The parts of ExpertsOp (cpu_experts.cc). Hidden values and outputs are [routes, ...], each
+  // group of routes together; prepared activations lie by slot.
+  void prepare_expert_inputs(const ExpertsOp& op, const ExpertGroups& groups, Worker w);
+  void gate_experts(const ExpertsOp& op, const ExpertGroups& groups, Worker w);
+  void prepare_expert_hidden(const ExpertsOp& op, const ExpertGroups& groups, Worker w);
+  void add_experts(const ExpertsOp& op, const ExpertGroups& groups, Worker w);
+  std::byte* expert_activations(WeightId reader, const ExpertGroup& group) const;
+  // Rows of y = W[expert] x + bias for the routes of a group.
+  void multiply_group(Worker w, WeightId stack, WeightId bias, const ExpertGroup& group, Range rows,
+                      float* y);
   // Bias, head norms and rope of the tokens in `range`.
   void finish_heads(const QkvOp& op, Range range);
 
   // The place of a rope among ropes_, or behind them; and its table, [T, 2, half].
   int rope_index(const Rope& rope) const;
   float* rope_rows(const Rope& rope) const;
-  PackedWeight packed(WeightId id) const;
+  PackedWeight packed(WeightId id, int expert = 0) const;
+  Gate gate_of(Activation activation) const;
   KvCache kv_cache(CacheId id) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
   int tokens() const { return bound_.state().counts->tokens; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "backends/cpu/expert_groups.h"
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/linear.h"
 #include "backends/reference/ops.h"
@@ -23,7 +24,11 @@ struct Needs {
   std::int64_t rope_half = 0;
   std::set<std::int32_t> ropes;  // their frequencies
   std::int64_t kv_width = 0;
-  std::int64_t ff = 0;
+  std::int64_t hidden = 0;  // gates of all tokens or routes
+  std::int64_t scores = 0;
+  std::int64_t expert_parts = 0;
+  std::size_t group_bytes = 0;
+  std::size_t expert_activation_bytes = 0;
   std::int64_t score_vocab = 0;
   std::size_t activation_bytes = 0;
   std::size_t own_activation_bytes = 0;
@@ -39,12 +44,24 @@ struct Needs {
 
   void matrix(WeightId id) {
     const WeightDecl& w = decl(id);
+    const DType dtype = w.role == WeightRole::kRouter ? DType::kF32 : w.dtype;
     const int cols = static_cast<int>(w.cols);
-    const ActivationKind kind = activation_kind(w.dtype, isa);
+    const ActivationKind kind = activation_kind(dtype, isa);
     widest_input = std::max(widest_input, w.cols);
     activation_bytes = std::max(activation_bytes, cpu::activation_bytes(kind, tokens(), cols));
     own_activation_bytes =
         std::max(own_activation_bytes, cpu::activation_bytes(kind, kOwnTokens, cols));
+    for (const int n : {1, tokens()}) {
+      linear_bytes = std::max(linear_bytes, linear_scratch_bytes(dtype, isa, n, cols));
+    }
+  }
+  // Of a stack: its activations lie by group.
+  void stack(WeightId id, int slots) {
+    const WeightDecl& w = decl(id);
+    const int cols = static_cast<int>(w.cols);
+    widest_input = std::max(widest_input, w.cols);
+    expert_activation_bytes = std::max(
+        expert_activation_bytes, cpu::activation_bytes(activation_kind(w.dtype, isa), slots, cols));
     for (const int n : {1, tokens()}) {
       linear_bytes = std::max(linear_bytes, linear_scratch_bytes(w.dtype, isa, n, cols));
     }
@@ -85,7 +102,21 @@ struct Needs {
     matrix(op.gate);
     matrix(op.up);
     matrix(op.down);
-    ff = std::max(ff, decl(op.gate).rows);
+    hidden = std::max(hidden, tokens() * decl(op.gate).rows);
+  }
+  void operator()(const RouteOp& op) {
+    matrix(op.weight);
+    scores = std::max(scores, tokens() * decl(op.weight).rows);
+  }
+  void operator()(const ExpertsOp& op) {
+    const int top_k = static_cast<int>(plan.buffer(op.routing).width / 2);
+    const int experts = static_cast<int>(decl(op.gate).experts);
+    const std::int64_t routes = std::int64_t{tokens()} * top_k;
+    const int slots = ExpertGroups::most_slots(tokens(), top_k, experts);
+    for (const WeightId id : {op.gate, op.up, op.down}) stack(id, slots);
+    hidden = std::max(hidden, routes * decl(op.gate).rows);
+    expert_parts = std::max(expert_parts, routes * plan.buffer(op.out).width);
+    group_bytes = std::max(group_bytes, ExpertGroups::bytes(tokens(), top_k, experts));
   }
   void operator()(const LmHeadOp& op) { matrix(op.weight); }
   void operator()(const ScoreOp& op) {
@@ -122,8 +153,13 @@ CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa,
   s.own_activations = arena.reserve(3 * count * s.own_activation_bytes);
   s.keys = arena.reserve(tokens * floats(needs.kv_width));
   s.values = arena.reserve(tokens * floats(needs.kv_width));
-  s.gate = arena.reserve(tokens * floats(needs.ff));
-  s.up = arena.reserve(tokens * floats(needs.ff));
+  s.gate = arena.reserve(floats(needs.hidden));
+  s.up = arena.reserve(floats(needs.hidden));
+  s.scores = arena.reserve(floats(needs.scores));
+  s.group_bytes = aligned(needs.group_bytes);
+  s.groups = arena.reserve(count * s.group_bytes);
+  s.expert_activations = arena.reserve(needs.expert_activation_bytes);
+  s.expert_parts = arena.reserve(floats(needs.expert_parts));
   s.logits = arena.reserve(kScoreTile * floats(needs.score_vocab));
   s.sample_bytes = aligned(needs.sample_bytes);
   s.sample = arena.reserve(count * s.sample_bytes);

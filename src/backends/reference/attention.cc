@@ -117,6 +117,7 @@ void run(const QkvOp& op, const BoundPlan& bound) {
 void run(const AttentionOp& op, const BoundPlan& bound) {
   const StepState& s = bound.state();
   const LayerCacheView& cache = bound.cache(op.cache);
+  const float* sinks = bound.vector(op.sinks);
   const int group = op.heads / cache.kv_heads;
   auto* sums = reinterpret_cast<double*>(bound.scratch());
   auto* scores = reinterpret_cast<float*>(sums + cache.value_dim);
@@ -141,6 +142,10 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
         max = std::max(max, static_cast<double>(score));
       }
       double total = 0;
+      if (sinks) {
+        max = std::max(max, static_cast<double>(sinks[h]));
+        total = std::exp(sinks[h] - max);
+      }
       for (std::int32_t p = first; p <= position; ++p) {
         const double weight = std::exp(scores[p - first] - max);
         scores[p - first] = static_cast<float>(weight);

@@ -34,11 +34,24 @@ std::span<const float> normed_logit_row(const BoundPlan& bound, BufferId in, con
 
 }  // namespace
 
-float activate(Activation activation, float x) {
-  const double v = x;
-  if (activation == Activation::kSilu) return static_cast<float>(v / (1.0 + std::exp(-v)));
-  const double u = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
-  return static_cast<float>(0.5 * v * (1.0 + std::tanh(u)));
+float gated(Activation activation, float gate, float up) {
+  const double g = gate;
+  switch (activation) {
+    case Activation::kSilu:
+      return static_cast<float>(g / (1.0 + std::exp(-g)) * up);
+    case Activation::kGeluTanh: {
+      const double u = std::sqrt(2.0 / M_PI) * (g + 0.044715 * g * g * g);
+      return static_cast<float>(0.5 * g * (1.0 + std::tanh(u)) * up);
+    }
+    case Activation::kClampedSwish: {
+      // Comparisons that let a NaN through.
+      constexpr double kLimit = 7.0;
+      const double clamped = g > kLimit ? kLimit : g;
+      const double u = up > kLimit ? kLimit : up < -kLimit ? -kLimit : up;
+      return static_cast<float>(clamped / (1.0 + std::exp(-1.702 * clamped)) * (u + 1.0));
+    }
+  }
+  PIANOLA_CHECK(false, "activation {}", static_cast<int>(activation));
 }
 
 double dot(const float* a, const float* b, std::int64_t n) {
@@ -118,7 +131,7 @@ void run(const GatedMlpOp& op, const BoundPlan& bound) {
              bound.vector(op.norm.weight), op.norm.eps, normed);
     matvec(bound.weight(op.gate), bound.vector(op.gate_bias), normed, nullptr, gate);
     matvec(bound.weight(op.up), bound.vector(op.up_bias), normed, nullptr, up);
-    for (std::int64_t i = 0; i < ff; ++i) gate[i] = activate(op.activation, gate[i]) * up[i];
+    for (std::int64_t i = 0; i < ff; ++i) gate[i] = gated(op.activation, gate[i], up[i]);
     matvec(bound.weight(op.down), bound.vector(op.down_bias), gate,
            op.residual.valid() ? bound.buffer(op.residual) + t * out : nullptr,
            bound.buffer(op.out) + t * out);
@@ -176,6 +189,11 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
     floats = gated->group;
   } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
     floats = plan.buffer(mlp->in).width + 2 * weight(mlp->gate).rows;
+  } else if (const auto* route = std::get_if<RouteOp>(&op)) {
+    floats = plan.buffer(route->in).width + weight(route->weight).rows;
+  } else if (const auto* experts = std::get_if<ExpertsOp>(&op)) {
+    bytes = static_cast<std::size_t>(plan.buffer(experts->out).width) * sizeof(double);
+    floats = plan.buffer(experts->in).width + 2 * weight(experts->gate).rows;
   } else if (const auto* head = std::get_if<LmHeadOp>(&op)) {
     floats = plan.buffer(head->in).width;
   } else if (const auto* score = std::get_if<ScoreOp>(&op)) {

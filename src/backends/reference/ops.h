@@ -19,6 +19,8 @@ void run(const SsmOp& op, const BoundPlan& bound);
 void run(const GateOp& op, const BoundPlan& bound);
 void run(const GatedNormOp& op, const BoundPlan& bound);
 void run(const GatedMlpOp& op, const BoundPlan& bound);
+void run(const RouteOp& op, const BoundPlan& bound);
+void run(const ExpertsOp& op, const BoundPlan& bound);
 void run(const LmHeadOp& op, const BoundPlan& bound);
 void run(const ScoreOp& op, const BoundPlan& bound);
 void run(const SampleOp& op, const BoundPlan& bound);
@@ -30,10 +32,16 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
 // out = x / sqrt(mean(x²) + eps) * weight. `out` may be `x`.
 void rms_norm(std::span<const float> x, const float* weight, float eps, float* out);
 
-float activate(Activation activation, float x);
-
 // Sum of a[i] * b[i].
 double dot(const float* a, const float* b, std::int64_t n);
+
+// act(gate) * up.
+float gated(Activation activation, float gate, float up);
+
+// The top_k experts with the largest scores, the largest first, ties to the lower id, and their
+// weights in the same order, to out [2 * top_k]. A NaN counts as the smallest score; what it is
+// part of becomes NaN.
+void choose_experts(std::span<const float> scores, int top_k, RouteScore score, float* out);
 
 // One element of a cache of any element type, and its store with rounding to nearest even.
 float load_cache(DType dtype, const std::byte* slot, std::size_t index);

@@ -103,7 +103,7 @@ void run(const ShortConvOp& op, const BoundPlan& bound) {
                                          : view.conv_at(row, position - j)[c];
           sum += static_cast<double>(weight[(taps - 1 - j) * width + c]) * x;
         }
-        if (op.activation) sum = activate(*op.activation, static_cast<float>(sum));
+        if (op.activation) sum = gated(*op.activation, static_cast<float>(sum), 1.0F);
         out[c] = position < 0 ? 0.0F : static_cast<float>(sum);
       }
     }
@@ -186,7 +186,7 @@ void run(const GatedNormOp& op, const BoundPlan& bound) {
       const float* z = bound.buffer(op.gate) + t * width + at;
       const float* weight = bound.vector(op.norm.weight) + (own_weights ? at : 0);
       float* out = bound.buffer(op.out) + t * width + at;
-      for (std::size_t i = 0; i < group; ++i) gate[i] = activate(Activation::kSilu, z[i]);
+      for (std::size_t i = 0; i < group; ++i) gate[i] = gated(Activation::kSilu, z[i], 1.0F);
       if (op.gate_first) {
         for (std::size_t i = 0; i < group; ++i) gate[i] *= in[i];
         rms_norm({gate, group}, weight, op.norm.eps, out);

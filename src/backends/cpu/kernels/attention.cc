@@ -130,6 +130,7 @@ struct Workspace {
   float* total_m = nullptr;
   float* scores = nullptr;  // [kTileRows, 64]
   float* tile = nullptr;    // [head_dim, 64]
+  float* sink = nullptr;    // [head_dim + kSumLanes]
   int* counts = nullptr;    // [kTileRows]
   int* skips = nullptr;     // [kTileRows]
 
@@ -146,6 +147,7 @@ struct Workspace {
     for (float** part : {&m, &total_m}) take(*part, rows);
     take(scores, rows * kBlockPositions);
     take(tile, head_dim * kBlockPositions);
+    take(sink, head_dim + kSumLanes);
     take(counts, rows);
     take(skips, rows);
     return size;
@@ -157,6 +159,14 @@ int tile_rows(int heads, int kv_heads) { return std::max(kTileRows, heads / kv_h
 
 std::size_t workspace_bytes(int heads, const KvCache& cache) {
   return Workspace{}.assign(nullptr, tile_rows(heads, cache.kv_heads), cache.head_dim);
+}
+
+Workspace workspace_of(const AttentionArgs& args, void* scratch, int worker) {
+  Workspace space;
+  space.assign(static_cast<std::byte*>(scratch) +
+                   workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(worker),
+               tile_rows(args.heads, args.cache.kv_heads), args.cache.head_dim);
+  return space;
 }
 
 // Partial results: for each (token, head, split) m and, 16 floats on, acc. A token's splits count
@@ -192,6 +202,16 @@ std::ptrdiff_t block_offset(const KvCache& cache, int slot, int block, int kv_he
   const std::ptrdiff_t index = (slot * blocks + block % blocks) * cache.kv_heads + kv_head;
   return index * kBlockPositions * cache.head_dim *
          static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
+}
+
+// A sink is a split of one position whose value is zero; it is joined behind all others. `work`
+// [head_dim + kSumLanes] is any work space.
+void join_sink(const AttentionArgs& args, int head, float* work, float* total_m, float* total_acc) {
+  if (args.sinks == nullptr) return;
+  const int dim = args.cache.head_dim;
+  std::fill_n(work, dim + kSumLanes, 0.0F);
+  work[dim] = 1.0F;
+  kernels(args.isa, dim).merge(dim, args.sinks[head] * kLog2E, work, total_m, total_acc);
 }
 
 // Computes one item: the state of one tile and kv head while it walks over the cache.
@@ -231,6 +251,8 @@ class Walk {
       }
     }
     for (int row = 0; row < rows_; ++row) {
+      join_sink(args_, head(row), space_.sink, &space_.total_m[row],
+                space_.total_acc + row * acc_size_);
       kernels_.finish(dim_, space_.total_acc + row * acc_size_,
                       args_.output + token(row) * args_.output_stride + head(row) * dim_);
     }
@@ -366,10 +388,7 @@ void append(const AppendArgs& args, int worker, int workers) {
 
 void attend(const AttentionArgs& args, void* scratch, int worker, int workers) {
   clear_padding(args, worker, workers);
-  Workspace space;
-  space.assign(static_cast<std::byte*>(scratch) +
-                   workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(worker),
-               tile_rows(args.heads, args.cache.kv_heads), args.cache.head_dim);
+  const Workspace space = workspace_of(args, scratch, worker);
   const bool split = splits_positions(args, workers);
   const Partials partials = partials_of(args, scratch, workers);
 
@@ -406,6 +425,7 @@ void combine(const AttentionArgs& args, void* scratch, int worker, int workers) 
   if (!splits_positions(args, workers)) return;
   const AttentionKernels& kernel = kernels(args.isa, args.cache.head_dim);
   const Partials partials = partials_of(args, scratch, workers);
+  const Workspace space = workspace_of(args, scratch, worker);
   const int dim = args.cache.head_dim;
   const int rows = args.tokens * args.heads;
   const int end = static_cast<int>(static_cast<std::int64_t>(rows) * (worker + 1) / workers);
@@ -421,6 +441,7 @@ void combine(const AttentionArgs& args, void* scratch, int worker, int workers) 
       const float* partial = partials.at(token, head, split);
       kernel.merge(dim, partial[0], partial + kPartialHeader, total, total + kPartialHeader);
     }
+    join_sink(args, head, space.sink, total, total + kPartialHeader);
     kernel.finish(dim, total + kPartialHeader,
                   args.output + token * args.output_stride + head * dim);
   }

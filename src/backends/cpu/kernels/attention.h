@@ -48,6 +48,7 @@ struct AttentionArgs {
   int tokens = 0;
   int heads = 0;                            // a multiple of kv_heads
   float scale = 1.0F;                       // of the scores, usually 1 / sqrt(head_dim)
+  const float* sinks = nullptr;             // [heads] of the softmax's denominator only, or null
   const std::int32_t* positions = nullptr;  // [tokens]; < 0: padding
   const std::int32_t* slots = nullptr;      // [tokens]; tokens of one slot stand together
   const float* queries = nullptr;           // [tokens, heads, head_dim], tokens query_stride apart

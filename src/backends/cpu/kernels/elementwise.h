@@ -28,11 +28,14 @@ struct Elementwise {
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y) = nullptr;
   // y += x
   void (*add)(const float* x, int n, float* y) = nullptr;
-  // y = silu(gate) * up, and y = gelu(gate) * up with gelu by tanh
+  // y += x * factor
+  void (*add_scaled)(const float* x, float factor, int n, float* y) = nullptr;
+  // y = act(gate) * up: silu, gelu by tanh, and the clamped swish of op.h
   void (*gate)(const float* gate, const float* up, int n, float* y) = nullptr;
   void (*gate_gelu)(const float* gate, const float* up, int n, float* y) = nullptr;
   // y = x * sigmoid(gate)
   void (*gate_sigmoid)(const float* gate, const float* x, int n, float* y) = nullptr;
+  void (*gate_clamped)(const float* gate, const float* up, int n, float* y) = nullptr;
   // y = x * factor
   void (*scale)(const float* x, float factor, int n, float* y) = nullptr;
 

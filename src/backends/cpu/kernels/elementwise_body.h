@@ -55,6 +55,13 @@ void add(const float* x, int n, float* y) {
       n, [&](int i, auto load, auto store) { store(y + i, Simd::add(load(y + i), load(x + i))); });
 }
 
+void add_scaled(const float* x, float factor, int n, float* y) {
+  const F f = Simd::set(factor);
+  for_vectors(n, [&](int i, auto load, auto store) {
+    store(y + i, Simd::fma(load(x + i), f, load(y + i)));
+  });
+}
+
 void gate(const float* gate, const float* up, int n, float* y) {
   const F one = Simd::set(1.0F);
   for_vectors(n, [&](int i, auto load, auto store) {
@@ -83,6 +90,21 @@ void gate_sigmoid(const float* gate, const float* x, int n, float* y) {
   for_vectors(n, [&](int i, auto load, auto store) {
     const F e = Simd::exp(Simd::sub(Simd::zero(), load(gate + i)));
     store(y + i, Simd::div(load(x + i), Simd::add(one, e)));
+  });
+}
+
+// The largest of two gives its second operand when one is NaN: so a NaN passes both clamps.
+void gate_clamped(const float* gate, const float* up, int n, float* y) {
+  const F one = Simd::set(1.0F);
+  const F low = Simd::set(-7.0F);
+  const auto at_most_7 = [&](F x) {
+    return Simd::sub(Simd::zero(), Simd::max(low, Simd::sub(Simd::zero(), x)));
+  };
+  for_vectors(n, [&](int i, auto load, auto store) {
+    const F g = at_most_7(load(gate + i));
+    const F u = Simd::max(low, at_most_7(load(up + i)));
+    const F swish = Simd::div(g, Simd::add(one, Simd::exp(Simd::mul(g, Simd::set(-1.702F)))));
+    store(y + i, Simd::mul(swish, Simd::add(u, one)));
   });
 }
 
@@ -209,9 +231,9 @@ void from_f32(DType to, const float* x, int n, void* y) {
   for (int j = 0; j < n - i; ++j) half[i + j] = rest[j];
 }
 
-constexpr Elementwise kElementwise = {rms_norm,    add,         gate,       gate_gelu, gate_sigmoid,
-                                      scale,       rope_halves, rope_pairs, sum_exp,   exp,
-                                      max_element, to_f32,      from_f32};
+constexpr Elementwise kElementwise = {
+    rms_norm,    add,        add_scaled, gate, gate_gelu,   gate_sigmoid, gate_clamped, scale,
+    rope_halves, rope_pairs, sum_exp,    exp,  max_element, to_f32,       from_f32};
 
 }  // namespace
 }  // namespace pianola::cpu
