@@ -45,7 +45,7 @@ struct EngineOptions {
   int max_seq_len = 0;             // 0: the least of the model's own, 8,192 and what fits
   int slots = 1;                   // rows at a time
   int chunk = 512;                 // most prompt tokens in one step
-  std::string cache_type = "f16";  // f16, bf16 or f32
+  std::string cache_type = "f16";  // f16, bf16, f32, int8 or fp8 (e4m3)
   bool score = false;              // record the steps that score() needs
   bool logits = false;             // record the steps that logits() needs
   std::size_t memory_limit = 0;    // bytes; 0: what the device has free

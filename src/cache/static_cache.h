@@ -39,7 +39,7 @@ class CacheLayout {
   // The fewest first tokens, besides none, that a row can be cut back to which has held `written`.
   int least_kept(int written) const;
   CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
-  std::size_t key_bytes(int layer) const;    // of one slot
+  std::size_t key_bytes(int layer) const;    // of one slot, with scales
   std::size_t value_bytes(int layer) const;  // of one slot
   std::size_t bytes_per_slot() const;
   std::size_t total_bytes() const;
