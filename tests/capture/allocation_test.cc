@@ -57,12 +57,21 @@ std::filesystem::path any_gguf(const std::string& form) {
   return {};
 }
 
-class AllocationTest : public testing::TestWithParam<const char*> {};
+struct Case {
+  const char* backend;
+  const char* cache_type;
+};
+
+class AllocationTest : public testing::TestWithParam<Case> {};
 
 TEST_P(AllocationTest, DecodingAllocatesNothing) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";
   const auto model = CausalModel::open(any_gguf("q8_0"));
-  Engine engine(model, {.backend = GetParam(), .threads = 2, .max_seq_len = 512, .slots = 3});
+  Engine engine(model, {.backend = GetParam().backend,
+                        .threads = 2,
+                        .max_seq_len = 512,
+                        .slots = 3,
+                        .cache_type = GetParam().cache_type});
   RowOptions options;
   options.sampling.temperature = 0.7F;
   options.sampling.top_k = 40;
@@ -89,7 +98,9 @@ TEST_P(AllocationTest, DecodingAllocatesNothing) {
   EXPECT_EQ(tokens, 900U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest, testing::Values("reference", "cpu"));
+INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest,
+                         testing::Values(Case{"reference", "f16"}, Case{"cpu", "f16"},
+                                         Case{"cpu", "int8"}, Case{"cpu", "fp8"}));
 
 TEST(AllocationCounter, Counts) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";

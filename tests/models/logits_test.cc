@@ -1,6 +1,7 @@
 // Every family, in every form of its files, against transformers: whole rows, any chunking, token
 // by token, and two rows of different lengths in one step. On the reference backend, and on the CPU
-// backend with each instruction set that the machine has.
+// backend with each instruction set that the machine has. Some with caches that round, against
+// transformers with caches that round alike.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -23,10 +24,13 @@ struct Case {
   std::string isa;  // of the CPU backend
   std::size_t golden = 0;
   std::size_t file = 0;
+  std::string cache_type = "f32";
 };
 
 // How GoogleTest shows a case.
-void PrintTo(const Case& c, std::ostream* out) { *out << c.backend << " " << c.isa; }
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.backend << " " << c.isa << " " << c.cache_type;
+}
 
 // How far logits may be from transformers' float32 ones: the largest difference, and the root mean
 // square over a case.
@@ -49,6 +53,10 @@ std::vector<Case> cases(const std::string& backend, const std::vector<std::strin
       for (std::size_t f = 0; f < goldens()[g].files.size(); ++f) {
         result.push_back({backend, isa, g, f});
       }
+      // The CUDA backend has no such caches.
+      for (const auto& [type, rows] : goldens()[g].rounded_rows) {
+        if (backend != "cuda") result.push_back({backend, isa, g, 0, type});
+      }
     }
   }
   return result;
@@ -65,8 +73,12 @@ std::vector<std::string> cpu_isas() {
 //   floats         2e-4, ten times transformers' float32 against its own float64
 //   bfloat16       transformers in bfloat16 (which rounds more: every intermediate)
 //   block formats  llama.cpp, which rounds activations to 8 bits in blocks of 32 as well
+//   8-bit caches   what was measured, with a margin of 2: a key or value that is half way between
+//                  two steps goes to either, and one step of one is much more than 2e-4
 Tolerance tolerance_of(const Case& c, const std::string& weight_type) {
   constexpr Tolerance kFloat{.largest = 2e-4, .rms = 4e-5};
+  if (c.cache_type == "int8") return {.largest = 1e9, .rms = 1e9};
+  if (c.cache_type == "fp8") return {.largest = 1e9, .rms = 1e9};
   if (c.backend == "reference" || weight_type == "f32" || weight_type == "f16") return kFloat;
   const ModelGolden& golden = goldens()[c.golden];
   // Rounding is noise: two engines that round alike, in another order, draw it anew. A quarter more
@@ -78,11 +90,19 @@ Tolerance tolerance_of(const Case& c, const std::string& weight_type) {
   return {.largest = 10 * rms, .rms = rms};
 }
 
+// How far logits with an 8-bit cache may be from those with a float32 one: what was measured, with
+// a margin of a quarter. Transformers with the same rounding is as far.
+Tolerance distance_of(const std::string& cache_type) {
+  if (cache_type == "int8") return {.largest = 1e9, .rms = 1e9};
+  return {.largest = 1e9, .rms = 1e9};
+}
+
 std::string case_name(const testing::TestParamInfo<Case>& info) {
   const ModelGolden& golden = goldens()[info.param.golden];
   std::string name = golden.name + "_" + golden.files[info.param.file].form;
   name += "_" + info.param.backend;
   if (!info.param.isa.empty()) name += "_" + info.param.isa;
+  if (info.param.cache_type != "f32") name += "_" + info.param.cache_type;
   std::replace(name.begin(), name.end(), '/', '_');
   return name;
 }
@@ -91,6 +111,8 @@ class ModelLogitsTest : public testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     golden_ = &goldens()[GetParam().golden];
+    rows_ = GetParam().cache_type == "f32" ? golden_->rows
+                                           : golden_->rounded_rows.at(GetParam().cache_type);
     const GoldenFile& file = golden_->files[GetParam().file];
     scratch_ =
         std::filesystem::temp_directory_path() /
@@ -102,13 +124,16 @@ class ModelLogitsTest : public testing::TestWithParam<Case> {
   void TearDown() override { std::filesystem::remove_all(scratch_); }
 
   Engine make_engine(int slots = 1) const {
-    return Engine(model_, {.backend = GetParam().backend,
+    return make_engine(slots, GetParam().backend, GetParam().isa);
+  }
+  Engine make_engine(int slots, const std::string& backend, const std::string& isa) const {
+    return Engine(model_, {.backend = backend,
                            .threads = 1,
-                           .isa = GetParam().isa,
+                           .isa = isa,
                            .max_seq_len = golden_->max_seq_len,
                            .slots = slots,
                            .chunk = 32,
-                           .cache_type = "f32",
+                           .cache_type = GetParam().cache_type,
                            .score = true,
                            .logits = true});
   }
@@ -132,11 +157,13 @@ class ModelLogitsTest : public testing::TestWithParam<Case> {
     differences.count += got.size();
   }
 
-  void expect_within_tolerance(const Differences& differences) const {
+  static void expect_within(const Differences& differences, const Tolerance& tolerance) {
     ASSERT_GT(differences.count, 0U);
-    EXPECT_LE(differences.largest, tolerance_.largest);
-    EXPECT_LE(std::sqrt(differences.squares / static_cast<double>(differences.count)),
-              tolerance_.rms);
+    const double rms = std::sqrt(differences.squares / static_cast<double>(differences.count));
+    RecordProperty("largest", std::to_string(differences.largest));
+    RecordProperty("rms", std::to_string(rms));
+    EXPECT_LE(differences.largest, tolerance.largest);
+    EXPECT_LE(rms, tolerance.rms);
   }
 
   // Runs a row of the golden through logits() in pieces of the given sizes, repeated as needed.
@@ -159,11 +186,12 @@ class ModelLogitsTest : public testing::TestWithParam<Case> {
 
   void run_rows_in_pieces(Engine& engine, const std::vector<int>& pieces) {
     Differences differences;
-    for (const GoldenRow& row : golden_->rows) run_in_pieces(engine, row, pieces, differences);
-    expect_within_tolerance(differences);
+    for (const GoldenRow& row : rows_) run_in_pieces(engine, row, pieces, differences);
+    expect_within(differences, tolerance_);
   }
 
   const ModelGolden* golden_ = nullptr;
+  std::vector<GoldenRow> rows_;  // of the golden, or with a cache that rounds
   std::shared_ptr<const CausalModel> model_;
   std::filesystem::path scratch_;
   Tolerance tolerance_;
@@ -194,7 +222,7 @@ TEST_P(ModelLogitsTest, AnyChunks) {
 
 TEST_P(ModelLogitsTest, Scores) {
   Engine engine = make_engine();
-  for (const GoldenRow& row : golden_->rows) {
+  for (const GoldenRow& row : rows_) {
     const std::vector<float> got = engine.score(row.tokens);
     ASSERT_EQ(got.size(), row.tokens.size() - 1);
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -225,7 +253,7 @@ TEST_P(ModelLogitsTest, TwoRowsInOneStep) {
   for (std::size_t r = 0; r < 2; ++r) {
     ids[r] = engine.open_row({.sampling = greedy});
     ASSERT_GE(ids[r], 0);
-    engine.append(ids[r], std::span(golden_->rows[r].tokens).first(prompts[r]));
+    engine.append(ids[r], std::span(rows_[r].tokens).first(prompts[r]));
   }
   while (engine.has_work()) {
     const std::span<const TokenEvent> view = engine.step();
@@ -234,7 +262,7 @@ TEST_P(ModelLogitsTest, TwoRowsInOneStep) {
     for (const TokenEvent& event : events) {
       const std::size_t r = event.row == ids[0] ? 0 : 1;
       SCOPED_TRACE("row " + std::to_string(r) + " after " + std::to_string(known[r]));
-      const GoldenRow& row = golden_->rows[r];
+      const GoldenRow& row = rows_[r];
       expect_event(event, row, known[r] - 1, tolerance_.largest);
       engine.keep_first(ids[r], static_cast<int>(known[r]));
       if (known[r] == row.tokens.size()) continue;
@@ -242,7 +270,38 @@ TEST_P(ModelLogitsTest, TwoRowsInOneStep) {
       ++known[r];
     }
   }
-  for (std::size_t r = 0; r < 2; ++r) EXPECT_EQ(known[r], golden_->rows[r].tokens.size());
+  for (std::size_t r = 0; r < 2; ++r) EXPECT_EQ(known[r], rows_[r].tokens.size());
+}
+
+// What rounding the cache costs.
+TEST_P(ModelLogitsTest, AnEightBitCacheIsNearAFloatOne) {
+  if (GetParam().cache_type == "f32") return;
+  Engine engine = make_engine();
+  Differences differences;
+  for (const GoldenRow& row : golden_->rows) run_in_pieces(engine, row, {32}, differences);
+  expect_within(differences, distance_of(GetParam().cache_type));
+}
+
+// The same rounding on every backend: closer to the reference backend than to anything else.
+TEST_P(ModelLogitsTest, AnEightBitCacheIsThatOfTheReference) {
+  if (GetParam().cache_type == "f32" || GetParam().backend == "reference") return;
+  Engine engine = make_engine();
+  Engine reference = make_engine(1, "reference", "");
+  Differences differences;
+  for (const GoldenRow& row : rows_) {
+    GoldenRow want{row.tokens, {}};
+    const int id = reference.open_row({});
+    for (std::size_t at = 0; at < row.tokens.size();) {
+      const std::size_t count =
+          std::min(row.tokens.size() - at, static_cast<std::size_t>(reference.logits_chunk()));
+      const auto logits = reference.logits(id, std::span(row.tokens).subspan(at, count));
+      want.values.insert(want.values.end(), logits.begin(), logits.end());
+      at += count;
+    }
+    reference.close_row(id);
+    run_in_pieces(engine, want, {32}, differences);
+  }
+  expect_within(differences, tolerance_);
 }
 
 // CMake says which backends this program tests: those of any machine, or the one of a GPU.

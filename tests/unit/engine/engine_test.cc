@@ -44,6 +44,7 @@ TEST(EngineOptions, OutOfRangeIsRefused) {
   refuse([](EngineOptions& o) { o.max_seq_len = -1; }, "max_seq_len");
   refuse([](EngineOptions& o) { o.threads = -1; }, "threads");
   refuse([](EngineOptions& o) { o.cache_type = "q4_0"; }, "cache_type");
+  refuse([](EngineOptions& o) { o.cache_type = "i8"; }, "f16, bf16, f32, int8 or fp8");
   refuse(
       [](EngineOptions& o) {
         o.backend = "cpu";

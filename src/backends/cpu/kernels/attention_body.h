@@ -454,8 +454,8 @@ void store_row_int8(int n, const float* x, std::int8_t* y, float* scale) {
   }
   constexpr float kLeast = 0x1p-126F;  // below, the scale itself would be coarse
   const float largest = Simd::reduce_max(top) / 127.0F;
-  const float nan = Simd::reduce_add(not_finite);
-  *scale = nan != nan ? nan : largest < kLeast ? 0.0F : largest;
+  const float sum = Simd::reduce_add(not_finite);
+  *scale = sum != sum ? __builtin_nanf("") : largest < kLeast ? 0.0F : largest;
   for (int i = 0; i < n; i += kLanes) {
     const F multiples =
         *scale > 0.0F ? Simd::div(Simd::load(x + i), Simd::set(*scale)) : Simd::zero();
