@@ -39,6 +39,19 @@ struct Tolerance {
   double rms = 0;
 };
 
+Tolerance operator+(const Tolerance& a, const Tolerance& b) {
+  return {a.largest + b.largest, a.rms + b.rms};
+}
+
+// The other row of the tolerance table: how far logits with an 8-bit cache may be from those with a
+// float32 one. Measured, a quarter added: int8 0.31 and 0.023 (mistral/window), fp8 0.48 and 0.053
+// (llama/untied), by transformers and by every backend.
+Tolerance cost_of_cache(const std::string& cache_type) {
+  if (cache_type == "int8") return {.largest = 0.4, .rms = 0.029};
+  if (cache_type == "fp8") return {.largest = 0.6, .rms = 0.067};
+  return {};
+}
+
 const std::vector<ModelGolden>& goldens() {
   static const std::vector<ModelGolden> all = read_all_goldens();
   return all;
@@ -73,12 +86,10 @@ std::vector<std::string> cpu_isas() {
 //   floats         2e-4, ten times transformers' float32 against its own float64
 //   bfloat16       transformers in bfloat16 (which rounds more: every intermediate)
 //   block formats  llama.cpp, which rounds activations to 8 bits in blocks of 32 as well
-//   8-bit caches   what was measured, with a margin of 2: a key or value that is half way between
-//                  two steps goes to either, and one step of one is much more than 2e-4
+// A cache that rounds adds nothing to floats, since transformers' cache rounds alike: 1.3e-5 was
+// measured. Activations in bfloat16 are rounded to other steps of it, which is what rounding costs.
 Tolerance tolerance_of(const Case& c, const std::string& weight_type) {
   constexpr Tolerance kFloat{.largest = 2e-4, .rms = 4e-5};
-  if (c.cache_type == "int8") return {.largest = 1e9, .rms = 1e9};
-  if (c.cache_type == "fp8") return {.largest = 1e9, .rms = 1e9};
   if (c.backend == "reference" || weight_type == "f32" || weight_type == "f16") return kFloat;
   const ModelGolden& golden = goldens()[c.golden];
   // Rounding is noise: two engines that round alike, in another order, draw it anew. A quarter more
@@ -87,14 +98,7 @@ Tolerance tolerance_of(const Case& c, const std::string& weight_type) {
   const double rms =
       kNoise * (weight_type == "bf16" ? golden.bfloat16_rms : golden.files[c.file].llama_cpp_rms);
   // A single logit of these sharp little models may be ten times the root mean square away.
-  return {.largest = 10 * rms, .rms = rms};
-}
-
-// How far logits with an 8-bit cache may be from those with a float32 one: what was measured, with
-// a margin of a quarter. Transformers with the same rounding is as far.
-Tolerance distance_of(const std::string& cache_type) {
-  if (cache_type == "int8") return {.largest = 1e9, .rms = 1e9};
-  return {.largest = 1e9, .rms = 1e9};
+  return cost_of_cache(c.cache_type) + Tolerance{.largest = 10 * rms, .rms = rms};
 }
 
 std::string case_name(const testing::TestParamInfo<Case>& info) {
@@ -273,16 +277,14 @@ TEST_P(ModelLogitsTest, TwoRowsInOneStep) {
   for (std::size_t r = 0; r < 2; ++r) EXPECT_EQ(known[r], rows_[r].tokens.size());
 }
 
-// What rounding the cache costs.
 TEST_P(ModelLogitsTest, AnEightBitCacheIsNearAFloatOne) {
   if (GetParam().cache_type == "f32") return;
   Engine engine = make_engine();
   Differences differences;
   for (const GoldenRow& row : golden_->rows) run_in_pieces(engine, row, {32}, differences);
-  expect_within(differences, distance_of(GetParam().cache_type));
+  expect_within(differences, cost_of_cache(GetParam().cache_type) + tolerance_);
 }
 
-// The same rounding on every backend: closer to the reference backend than to anything else.
 TEST_P(ModelLogitsTest, AnEightBitCacheIsThatOfTheReference) {
   if (GetParam().cache_type == "f32" || GetParam().backend == "reference") return;
   Engine engine = make_engine();

@@ -541,7 +541,7 @@ double rounding(DType dtype, const float* head, float x) {
     case DType::kF16:
       return size * 0x1p-11 + 0x1p-25;
     case DType::kBF16:
-      return size * 0x1p-9;
+      return size * 0x1p-8;
     case DType::kF8E4M3:
       return std::max(size * 0x1p-4, 0x1p-10);
     case DType::kI8: {
