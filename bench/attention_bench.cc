@@ -24,6 +24,8 @@
 
 #include "backends/cpu/kernels/attention.h"
 #include "base/thread_pool.h"
+#include "cache/cache_type.h"
+#include "cache/layer_cache.h"
 
 namespace pianola::cpu {
 namespace {
@@ -62,8 +64,7 @@ struct Problem {
   Problem(const Model& m, DType type, int length, int tokens)
       : model(m),
         capacity((length + 63) / 64 * 64),
-        layer_bytes(static_cast<std::size_t>(capacity) * static_cast<std::size_t>(m.kv_heads) *
-                    row_bytes(type, static_cast<std::size_t>(m.head_dim))),
+        layer_bytes(cache_slot_bytes(type, capacity, m.kv_heads, m.head_dim)),
         keys(layer_bytes * static_cast<std::size_t>(m.layers)),
         values(layer_bytes * static_cast<std::size_t>(m.layers)),
         queries(random_floats(static_cast<std::size_t>(tokens * m.heads * m.head_dim))),
@@ -147,10 +148,10 @@ void run_attention(benchmark::State& state, Model model, DType dtype, Isa isa, i
   state.counters["GFLOPS"] =
       Counter(attended * model.layers * model.heads * model.head_dim * 4 / 1e9,
               Counter::kIsIterationInvariantRate);
-  state.counters["GB/s"] = Counter(
-      2.0 * model.layers * length * model.kv_heads *
-          static_cast<double>(row_bytes(dtype, static_cast<std::size_t>(model.head_dim))) / 1e9,
-      Counter::kIsIterationInvariantRate);
+  const double position =
+      static_cast<double>(cache_slot_bytes(dtype, 64, model.kv_heads, model.head_dim)) / 64;
+  state.counters["GB/s"] =
+      Counter(2.0 * model.layers * length * position / 1e9, Counter::kIsIterationInvariantRate);
 }
 
 #if defined(__x86_64__)
@@ -233,7 +234,7 @@ void register_all() {
 #endif
   }
   for (const Model& model : kModels) {
-    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const DType dtype : kCacheTypes) {
       for (const Isa isa : supported_isas()) {
         if (isa > Isa::kAvx512) continue;  // the same kernels
         for (const int threads : {1, 2}) {

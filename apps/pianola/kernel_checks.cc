@@ -12,8 +12,11 @@
 #include "backends/cpu/kernels/attention.h"
 #include "backends/cpu/kernels/elementwise.h"
 #include "backends/cpu/kernels/linear.h"
+#include "cache/cache_type.h"
+#include "cache/layer_cache.h"
 #include "signals.h"
 #include "tensor/dtype.h"
+#include "tensor/fp8.h"
 #include "tensor/half.h"
 #include "tensor/quant_format.h"
 
@@ -145,18 +148,29 @@ double check_linear(DType dtype, Isa isa, int tokens) {
 
 // --- Attention ---------------------------------------------------------------------------------
 
-float as_stored(DType dtype, float value) {
-  if (dtype == DType::kF16) return f16_to_f32(f32_to_f16(value));
-  if (dtype == DType::kBF16) return bf16_to_f32(f32_to_bf16(value));
-  return value;
+// What a cache makes of numbers, heads of `dim`.
+std::vector<float> as_stored(DType dtype, std::vector<float> data, int dim) {
+  for (std::size_t at = 0; at < data.size(); at += size(dim)) {
+    float scale = 0;  // of int8
+    for (std::size_t i = at; i < at + size(dim); ++i) scale = std::max(scale, std::fabs(data[i]));
+    scale /= 127;
+    for (std::size_t i = at; i < at + size(dim); ++i) {
+      float& x = data[i];
+      if (dtype == DType::kF16) x = f16_to_f32(f32_to_f16(x));
+      if (dtype == DType::kBF16) x = bf16_to_f32(f32_to_bf16(x));
+      if (dtype == DType::kF8E4M3) x = e4m3_to_f32(f32_to_e4m3(x));
+      if (dtype == DType::kI8) x = std::nearbyint(x / scale) * scale;
+    }
+  }
+  return data;
 }
 
 // One sequence longer than a split of the kernel; the last tokens of it are asked for.
 double check_attention(DType dtype, Isa isa) {
   constexpr int kHeads = 6, kKvHeads = 2, kDim = 64, kLength = 300, kCapacity = 320, kQueries = 3;
-  const auto bytes = dtype_info(dtype).bytes;
-  Aligned<std::byte> keys(std::size_t{kCapacity} * kKvHeads * kDim * bytes);
-  Aligned<std::byte> values(std::size_t{kCapacity} * kKvHeads * kDim * bytes);
+  const std::size_t bytes = cache_slot_bytes(dtype, kCapacity, kKvHeads, kDim);
+  Aligned<std::byte> keys(bytes);
+  Aligned<std::byte> values(bytes);
   const cpu::KvCache cache{keys.get(), values.get(), dtype, kCapacity, kKvHeads, kDim};
   const auto k = random_floats(std::size_t{kLength} * kKvHeads * kDim, 3, 1);
   const auto v = random_floats(k.size(), 4, 1);
@@ -190,6 +204,8 @@ double check_attention(DType dtype, Isa isa) {
   cpu::attend(args, scratch.get(), 0, 1);
   if (cpu::attention_needs_combine(args, 1)) cpu::combine(args, scratch.get(), 0, 1);
 
+  const auto stored_k = as_stored(dtype, k, kDim);
+  const auto stored_v = as_stored(dtype, v, kDim);
   WorstError worst;
   for (int t = 0; t < kQueries; ++t) {
     const int length = kLength - kQueries + t + 1;
@@ -197,14 +213,13 @@ double check_attention(DType dtype, Isa isa) {
       const int kv = h / (kHeads / kKvHeads);
       const float* query = q.data() + (t * kHeads + h) * kDim;
       const auto at = [&](const std::vector<float>& data, int position, int i) {
-        return static_cast<double>(
-            as_stored(dtype, data[size((position * kKvHeads + kv) * kDim + i)]));
+        return static_cast<double>(data[size((position * kKvHeads + kv) * kDim + i)]);
       };
       std::vector<double> weights(static_cast<std::size_t>(length));
       double largest = -1e30;
       for (int p = 0; p < length; ++p) {
         double dot = 0;
-        for (int i = 0; i < kDim; ++i) dot += static_cast<double>(query[i]) * at(k, p, i);
+        for (int i = 0; i < kDim; ++i) dot += static_cast<double>(query[i]) * at(stored_k, p, i);
         weights[static_cast<std::size_t>(p)] = dot * static_cast<double>(scale);
         largest = std::max(largest, weights[static_cast<std::size_t>(p)]);
       }
@@ -212,7 +227,8 @@ double check_attention(DType dtype, Isa isa) {
       for (double& w : weights) total += w = std::exp(w - largest);
       for (int i = 0; i < kDim; ++i) {
         double sum = 0;
-        for (int p = 0; p < length; ++p) sum += weights[static_cast<std::size_t>(p)] * at(v, p, i);
+        for (int p = 0; p < length; ++p)
+          sum += weights[static_cast<std::size_t>(p)] * at(stored_v, p, i);
         worst.add(out[size((t * kHeads + h) * kDim + i)], sum / total, 2e-5);
       }
     }
@@ -319,7 +335,7 @@ std::vector<KernelCheck> check_kernels() {
       add(std::string("linear ") + dtype_name(dtype), check_linear(dtype, isa, 1));
       add(std::string("linear ") + dtype_name(dtype) + " x37", check_linear(dtype, isa, 37));
     }
-    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const DType dtype : kCacheTypes) {
       add(std::string("attention ") + dtype_name(dtype), check_attention(dtype, isa));
     }
     const cpu::Elementwise& f = cpu::elementwise(isa);

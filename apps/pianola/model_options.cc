@@ -6,6 +6,7 @@
 #include "backends/backend.h"
 #include "backends/cpu/isa.h"
 #include "base/check.h"
+#include "cache/cache_type.h"
 #include "signals.h"
 #include "terminal.h"
 
@@ -68,8 +69,8 @@ void add_engine_options(Command command, ModelOptions& options) {
       "Instruction set of the cpu backend; here: " + isa_list() + ". Default: the best",
       "PIANOLA_ISA", "NAME");
   add("--cache-type", engine.cache_type,
-      "Numbers in the cache: f16, bf16 or f32. Default: " + engine.cache_type, "PIANOLA_CACHE_TYPE",
-      "TYPE");
+      "Numbers in the cache: " + cache_type_names() + ". Default: " + engine.cache_type,
+      "PIANOLA_CACHE_TYPE", "TYPE");
   add("-b,--chunk", options.chunk,
       fmt::format("Prompt tokens in one step; Ctrl-C waits for it. Default: {}, reference {}",
                   engine.chunk, kReferenceChunk),

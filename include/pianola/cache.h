@@ -36,6 +36,7 @@ struct __nv_bfloat16;  // NOLINT(bugprone-reserved-identifier): CUDA's name
 
 namespace pianola {
 
+// Caches of the engine have int8 and fp8 as well; here a cache has no scales.
 enum class KvType : std::uint8_t { kF32, kF16, kBF16 };
 const char* kv_type_name(KvType type) noexcept;  // "f32", "f16", "bf16"
 

@@ -46,7 +46,7 @@ struct EngineOptions {
   int max_seq_len = 0;             // 0: the least of the model's own, 8,192 and what fits
   int slots = 1;                   // rows at a time
   int chunk = 512;                 // most prompt tokens in one step
-  std::string cache_type = "f16";  // f16, bf16 or f32
+  std::string cache_type = "f16";  // f16, bf16, f32, int8 or fp8 (e4m3)
   int rollback_depth = 16;         // last tokens of a row that can be taken back at any time
   // State layers (linear attention) keep the state after each of those tokens, instead of two older
   // ones and what was folded in since: more memory, and nothing to compute again after a rollback.

@@ -2,16 +2,13 @@
 
 #include <algorithm>
 
+#include "cache/cache_type.h"
+
 namespace pianola {
 namespace {
 
 int whole_blocks(int positions) {
   return (positions + kCacheBlock - 1) / kCacheBlock * kCacheBlock;
-}
-
-std::size_t slot_bytes(int capacity, int kv_heads, int dim, DType dtype) {
-  return static_cast<std::size_t>(capacity) * static_cast<std::size_t>(kv_heads) *
-         row_bytes(dtype, static_cast<std::size_t>(dim));
 }
 
 // Bytes of one slot of a state layer.
@@ -60,10 +57,9 @@ CacheLayout::CacheLayout(const CacheSpecs& layers, const CacheOptions& options)
     fail(ErrorCode::kInvalidArgument, "cache: checkpoints must be 0 to 1024, found {}",
          options.checkpoints);
   }
-  if (options.dtype != DType::kF32 && options.dtype != DType::kF16 &&
-      options.dtype != DType::kBF16) {
-    fail(ErrorCode::kUnsupported, "cache: element type {} (there are f32, f16 and bf16)",
-         dtype_name(options.dtype));
+  if (!is_cache_type(options.dtype)) {
+    fail(ErrorCode::kUnsupported, "cache: element type {}, expected {}", dtype_name(options.dtype),
+         cache_type_names());
   }
   capacity_ = whole_blocks(options.max_seq_len);
 }
@@ -116,12 +112,12 @@ StateView CacheLayout::state_shape(int layer) const {
 
 std::size_t CacheLayout::key_bytes(int layer) const {
   const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return slot_bytes(capacity(layer), spec.kv_heads, spec.key_dim, options_.dtype);
+  return cache_slot_bytes(options_.dtype, capacity(layer), spec.kv_heads, spec.key_dim);
 }
 
 std::size_t CacheLayout::value_bytes(int layer) const {
   const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return slot_bytes(capacity(layer), spec.kv_heads, spec.value_dim, options_.dtype);
+  return cache_slot_bytes(options_.dtype, capacity(layer), spec.kv_heads, spec.value_dim);
 }
 
 std::size_t CacheLayout::bytes_per_slot() const {

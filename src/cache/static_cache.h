@@ -46,7 +46,7 @@ class CacheLayout {
   // Checkpoints are of multiples of this many tokens.
   int checkpoint_interval() const;
   CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
-  std::size_t key_bytes(int layer) const;    // of one slot
+  std::size_t key_bytes(int layer) const;    // of one slot, with scales
   std::size_t value_bytes(int layer) const;  // of one slot
   // Sizes of a state layer; no addresses.
   StateView state_shape(int layer) const;

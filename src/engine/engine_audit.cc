@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 
-// NaN in every type that a cache or a buffer has.
+// NaN in every type that a cache or a buffer has, but for int8.
 void fill_with_nan(Backend& backend, std::byte* to, std::size_t bytes) {
   static const std::vector<std::byte> nan(kPiece, std::byte{0xFF});
   for (std::size_t done = 0; done < bytes; done += kPiece) {
@@ -17,10 +17,10 @@ void fill_with_nan(Backend& backend, std::byte* to, std::size_t bytes) {
   }
 }
 
-// Positions from `length` on of one slot of one layer's keys or values.
-void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim,
+// Positions from `length` on of one slot of one layer's keys, values or scales, of which a position
+// and head has `row` bytes.
+void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slot, std::size_t row,
                     int length) {
-  const std::size_t row = dtype_info(view.dtype).bytes * static_cast<std::size_t>(dim);
   const std::size_t block = row * kCacheBlock * static_cast<std::size_t>(view.kv_heads);
   const int whole = (length + kCacheBlock - 1) / kCacheBlock;  // blocks that hold a token
   const int inner = length % kCacheBlock;
@@ -36,25 +36,32 @@ void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slo
 }
 
 // What a window's ring holds besides the positions that the token at `length` attends to.
-void fill_ring(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim, int length) {
-  const std::size_t row = dtype_info(view.dtype).bytes * static_cast<std::size_t>(dim);
+void fill_ring(Backend& backend, const LayerCacheView& view, std::byte* slot, std::size_t row,
+               int length) {
   for (int place = 0; place < view.capacity; ++place) {
     // The latest position below `length` that lies here, if there is one.
     const int position = length - 1 - (length - 1 - place + view.capacity) % view.capacity;
     if (length > 0 && position >= window_begin(length, view.window)) continue;
     for (int head = 0; head < view.kv_heads; ++head) {
-      fill_with_nan(
-          backend,
-          slot + cache_index(place, head, view.kv_heads, dim) * row / static_cast<std::size_t>(dim),
-          row);
+      fill_with_nan(backend, slot + cache_index(place, head, view.kv_heads, 1) * row, row);
     }
   }
 }
 
-void fill_layer(Backend& backend, const LayerCacheView& view, int slot, int length) {
+// int8 has no NaN: its scales have.
+void fill_heads(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim,
+                int length) {
   const auto fill = view.window > 0 ? fill_ring : fill_positions;
-  fill(backend, view, view.key_slot(slot), view.key_dim, length);
-  fill(backend, view, view.value_slot(slot), view.value_dim, length);
+  fill(backend, view, slot, row_bytes(view.dtype, static_cast<std::size_t>(dim)), length);
+  if (has_scales(view.dtype)) {
+    std::byte* scales = slot + cache_element_bytes(view.dtype, view.capacity, view.kv_heads, dim);
+    fill(backend, view, scales, sizeof(float), length);
+  }
+}
+
+void fill_layer(Backend& backend, const LayerCacheView& view, int slot, int length) {
+  fill_heads(backend, view, view.key_slot(slot), view.key_dim, length);
+  fill_heads(backend, view, view.value_slot(slot), view.value_dim, length);
 }
 
 // What a state layer's slot holds besides what the token at `length` folds into and reads.

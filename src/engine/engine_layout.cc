@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "cache/cache_type.h"
 
 namespace pianola {
 namespace {
@@ -36,10 +37,10 @@ void validate(const EngineOptions& o) {
 }
 
 DType cache_dtype(const std::string& name) {
-  const auto dtype = parse_dtype(name);
-  if (!dtype || (*dtype != DType::kF32 && *dtype != DType::kF16 && *dtype != DType::kBF16)) {
-    fail(ErrorCode::kInvalidArgument,
-         "engine options: cache_type is '{}', expected f16, bf16 or f32", name);
+  const auto dtype = parse_cache_type(name);
+  if (!dtype) {
+    fail(ErrorCode::kInvalidArgument, "engine options: cache_type is '{}', expected {}", name,
+         cache_type_names());
   }
   return *dtype;
 }

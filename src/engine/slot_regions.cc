@@ -13,8 +13,16 @@ std::vector<SlotRegion> slot_regions(std::span<const LayerCacheView> caches,
     const auto all = static_cast<std::size_t>(view.capacity / kCacheBlock);
     const std::size_t blocks =
         std::min(all, static_cast<std::size_t>((held + kCacheBlock - 1) / kCacheBlock));
-    regions.push_back({view.keys, view.key_slot_bytes, view.key_slot_bytes / all * blocks});
-    regions.push_back({view.values, view.value_slot_bytes, view.value_slot_bytes / all * blocks});
+    // The blocks in use of the elements, and of the scales behind them.
+    const auto add_blocks = [&](std::byte* base, std::size_t stride, int dim) {
+      const std::size_t elements =
+          cache_element_bytes(view.dtype, view.capacity, view.kv_heads, dim);
+      regions.push_back({base, stride, elements / all * blocks});
+      if (stride == elements) return;
+      regions.push_back({base + elements, stride, (stride - elements) / all * blocks});
+    };
+    add_blocks(view.keys, view.key_slot_bytes, view.key_dim);
+    add_blocks(view.values, view.value_slot_bytes, view.value_dim);
   }
   const auto add = [&regions](auto* base, std::size_t elements) {
     const std::size_t bytes = elements * sizeof(*base);

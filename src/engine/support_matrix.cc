@@ -6,12 +6,12 @@
 #include <optional>
 
 #include "base/check.h"
+#include "cache/cache_type.h"
 #include "engine/engine_layout.h"
 
 namespace pianola {
 namespace {
 
-constexpr const char* kCacheTypes[] = {"f16", "bf16", "f32"};
 constexpr const char* kBackends[] = {"reference", "cpu", "cuda"};
 // More tokens than any decode step, so that a chunk is recorded.
 constexpr int kChunk = 128;
@@ -121,7 +121,7 @@ std::vector<SupportEntry> support_matrix(const CausalModel& model, const EngineO
   std::vector<SupportEntry> entries;
   const std::vector<Candidate> backends = candidates(options);
   for (const LayerKind& kind : layer_kinds(model.config())) {
-    for (const char* cache_type : kCacheTypes) {
+    for (const DType cache_type : kCacheTypes) {
       for (const Verb& verb : kVerbs) {
         for (const Candidate& candidate : backends) {
           const bool on_gpu = candidate.name == "cuda";
@@ -131,13 +131,13 @@ std::vector<SupportEntry> support_matrix(const CausalModel& model, const EngineO
                               {.max_seq_len = kind.max_seq_len,
                                .slots = 2,
                                .chunk = kChunk,
-                               .cache_type = cache_type,
+                               .cache_type = dtype_name(cache_type),
                                .memory_limit = std::numeric_limits<std::size_t>::max()},
                               *candidate.backend, verb.takes);
           }
           for (const bool captured : {false, true}) {
-            SupportEntry& e = entries.emplace_back(
-                SupportEntry{kind.name, cache_type, verb.name, candidate.name, captured, "", ""});
+            SupportEntry& e = entries.emplace_back(SupportEntry{
+                kind.name, dtype_name(cache_type), verb.name, candidate.name, captured, "", ""});
             if (refused) {
               e.refused = *refused;
             } else if (captured && !on_gpu) {

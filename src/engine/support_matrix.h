@@ -17,7 +17,7 @@ namespace pianola {
 // Layer kind, cache type, verb, backend and whether it is captured: one combination.
 struct SupportEntry {
   std::string layer;       // "full attention", "sliding window"
-  std::string cache_type;  // "f16", "bf16", "f32"
+  std::string cache_type;  // "f16", "bf16", "f32", "int8", "fp8"
   std::string verb;        // "step", "run", "score", ...
   std::string backend;     // "reference", "cpu", "cuda"
   bool captured = false;

@@ -7,7 +7,7 @@
 namespace pianola {
 namespace {
 
-constexpr std::array<DTypeInfo, 15> kInfo = {{
+constexpr std::array<DTypeInfo, 16> kInfo = {{
     {"f32", 1, 4},
     {"f16", 1, 2},
     {"bf16", 1, 2},
@@ -21,8 +21,9 @@ constexpr std::array<DTypeInfo, 15> kInfo = {{
     {"q6_k", 256, 210},
     {"i32", 1, 4},
     {"i64", 1, 8},
-    {"i8", 1, 1},
+    {"int8", 1, 1},
     {"u8", 1, 1},
+    {"fp8", 1, 1},
 }};
 
 }  // namespace

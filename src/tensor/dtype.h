@@ -26,6 +26,7 @@ enum class DType : std::uint8_t {
   kI64,
   kI8,
   kU8,
+  kF8E4M3,  // no infinity; ±448 is the largest, and NaN has one pattern of each sign
 };
 
 // A block is the smallest addressable unit: `elements` values in `bytes` bytes. Plain types have

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <string>
+#include <utility>
 
 #include "models/golden.h"
 #include "models/model.h"
@@ -57,12 +59,18 @@ std::filesystem::path any_gguf(const std::string& form) {
   return {};
 }
 
-class AllocationTest : public testing::TestWithParam<const char*> {};
+using Case = std::pair<std::string, std::string>;  // backend, type of cache
+
+class AllocationTest : public testing::TestWithParam<Case> {};
 
 TEST_P(AllocationTest, DecodingAllocatesNothing) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";
   const auto model = CausalModel::open(any_gguf("q8_0"));
-  Engine engine(model, {.backend = GetParam(), .threads = 2, .max_seq_len = 512, .slots = 3});
+  Engine engine(model, {.backend = GetParam().first,
+                        .threads = 2,
+                        .max_seq_len = 512,
+                        .slots = 3,
+                        .cache_type = GetParam().second});
   RowOptions options;
   options.sampling.temperature = 0.7F;
   options.sampling.top_k = 40;
@@ -89,7 +97,9 @@ TEST_P(AllocationTest, DecodingAllocatesNothing) {
   EXPECT_EQ(tokens, 900U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest, testing::Values("reference", "cpu"));
+INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest,
+                         testing::Values(Case{"reference", "f16"}, Case{"cpu", "f16"},
+                                         Case{"cpu", "int8"}, Case{"cpu", "fp8"}));
 
 TEST(AllocationCounter, Counts) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";

@@ -22,10 +22,11 @@ struct Case {
   std::string backend;
   std::string isa;
   std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window
+  std::string cache_type = "f16";
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
-  *out << c.backend << " " << c.isa << " " << c.form;
+  *out << c.backend << " " << c.isa << " " << c.form << " " << c.cache_type;
 }
 
 std::vector<Case> cases() {
@@ -33,10 +34,17 @@ std::vector<Case> cases() {
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
     return {{"cuda", "", "f32"}, {"cuda", "", "f16"}, {"cuda", "", "q8_0"}, {"cuda", "", "q4_0"}};
   }
-  std::vector<Case> all = {{"reference", "", "f32"}, {"reference", "", "window"}};
+  std::vector<Case> all = {{"reference", "", "f32"},
+                           {"reference", "", "window"},
+                           {"reference", "", "f32", "int8"},
+                           {"reference", "", "window", "int8"},
+                           {"reference", "", "f32", "fp8"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
     for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window"})
       all.push_back({"cpu", cpu::isa_name(isa), form});
+    all.push_back({"cpu", cpu::isa_name(isa), "f32", "int8"});
+    all.push_back({"cpu", cpu::isa_name(isa), "window", "int8"});
+    all.push_back({"cpu", cpu::isa_name(isa), "f32", "fp8"});
   }
   return all;
 }
@@ -93,15 +101,14 @@ class CaptureTest : public testing::TestWithParam<Case> {
     return model;
   }
 
-  Engine make_engine(int slots = 1, int chunk = 32, int threads = 1, int max_seq_len = 256,
-                     const std::string& cache_type = "f16") const {
+  Engine make_engine(int slots = 1, int chunk = 32, int threads = 1, int max_seq_len = 256) const {
     return Engine(model_, {.backend = GetParam().backend,
                            .threads = threads,
                            .isa = GetParam().isa,
                            .max_seq_len = max_seq_len,
                            .slots = slots,
                            .chunk = chunk,
-                           .cache_type = cache_type,
+                           .cache_type = GetParam().cache_type,
                            .eager = eager_,
                            .dependent_launch = dependent_launch_,
                            .batch_invariant = true});
@@ -142,16 +149,21 @@ class CaptureTest : public testing::TestWithParam<Case> {
     for (int layer = 0; layer < EngineTestAccess::layers(engine); ++layer) {
       const LayerCacheView& view =
           EngineTestAccess::impl(engine).caches[static_cast<std::size_t>(layer)];
-      const std::size_t element = dtype_info(view.dtype).bytes;
+      const std::size_t size = row_bytes(view.dtype, static_cast<std::size_t>(view.key_dim));
+      const std::size_t scale = has_scales(view.dtype) ? sizeof(float) : 0;
+      const std::size_t scales =
+          cache_element_bytes(view.dtype, view.capacity, view.kv_heads, view.key_dim);
       for (const auto& slot : {EngineTestAccess::keys(engine, layer, row),
                                EngineTestAccess::values(engine, layer, row)}) {
+        const auto take = [&](std::size_t at, std::size_t count) {
+          const auto from = slot.begin() + static_cast<std::ptrdiff_t>(at);
+          bytes.insert(bytes.end(), from, from + static_cast<std::ptrdiff_t>(count));
+        };
         for (int p = window_begin(length, view.window); p < length; ++p) {
           for (int h = 0; h < view.kv_heads; ++h) {
-            const auto at = static_cast<std::ptrdiff_t>(
-                cache_index(p % view.capacity, h, view.kv_heads, view.key_dim) * element);
-            const auto size =
-                static_cast<std::ptrdiff_t>(view.key_dim) * static_cast<std::ptrdiff_t>(element);
-            bytes.insert(bytes.end(), slot.begin() + at, slot.begin() + at + size);
+            const std::size_t index = cache_index(p % view.capacity, h, view.kv_heads, 1);
+            take(index * size, size);
+            take(scales + index * scale, scale);
           }
         }
       }
@@ -436,12 +448,12 @@ TEST_P(CaptureTest, CapacityDoesNotChangeTheBits) {
   EXPECT_TRUE(solo(large, tokens, options(4, 100)) == small);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, CaptureTest, testing::ValuesIn(cases()),
-                         [](const auto& case_info) {
-                           return case_info.param.backend + "_" +
-                                  (case_info.param.isa.empty() ? "" : case_info.param.isa + "_") +
-                                  case_info.param.form;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Backends, CaptureTest, testing::ValuesIn(cases()), [](const auto& case_info) {
+      return case_info.param.backend + "_" +
+             (case_info.param.isa.empty() ? "" : case_info.param.isa + "_") + case_info.param.form +
+             (case_info.param.cache_type == "f16" ? "" : "_" + case_info.param.cache_type);
+    });
 
 }  // namespace
 }  // namespace pianola

@@ -139,7 +139,7 @@ class Errors(Case):
         self.fails(2, "max_tokens", "run", "-m", TINY, "--ids", "-n", "-2", "1 2")
         self.fails(2, "temperature", "run", "-m", TINY, "--ids", "--temp", "-1", "1 2")
         self.fails(2, "backend", "run", "-m", TINY, "--ids", "--backend", "gpu", "1 2")
-        self.fails(2, "cache_type", "run", "-m", TINY, "--ids", "--cache-type", "q3", "1 2")
+        self.fails(2, "int8 or fp8", "run", "-m", TINY, "--ids", "--cache-type", "q3", "1 2")
         self.fails(2, "logit-bias", "run", "-m", TINY, "--ids", "--logit-bias", "5+x", "1 2")
         self.fails(2, "vocabulary", "run", "-m", TINY, "--ids", "1 256")
         self.fails(2, "no token id", "run", "-m", TINY, "--ids", "1 x")
@@ -542,7 +542,7 @@ class Check(Case):
             entries[key] = e["result"]
             self.assertRegex(e["result"], "^works$|^refused: .")
         verbs = {key[2] for key in entries}
-        self.assertEqual(len(entries), 3 * len(verbs) * 3 * 2)
+        self.assertEqual(len(entries), 5 * len(verbs) * 3 * 2)
         for (_, _, verb, backend, captured), result in entries.items():
             if backend != "cuda":
                 self.assertEqual(result == "works", not captured, (verb, backend, result))

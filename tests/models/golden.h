@@ -9,14 +9,17 @@
 //
 // Format, written by tools/golden/make_checkpoints.py: golden.json holds the rows' tokens and the
 // names of everything else; llama_cpp.json what tools/golden/check_llama_cpp.py measured;
-// logits.f32 is little-endian float32 [tokens of all rows, vocab_size]. A case may take the weights
-// of another ("weights_from"): it has only a config.json of its own.
+// logits.f32 is little-endian float32 [tokens of all rows, vocab_size], and logits_int8.f32 and
+// logits_fp8.f32, of tools/golden/make_cache_types.py, where there are any, are the same with keys
+// and values rounded. A case may take the weights of another ("weights_from"): it has only a
+// config.json of its own.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <span>
 #include <string>
 #include <vector>
@@ -51,6 +54,7 @@ struct ModelGolden {
   std::int64_t vocab_size = 0;
   int max_seq_len = 0;
   std::vector<GoldenRow> rows;
+  std::map<std::string, std::vector<GoldenRow>> rounded_rows;  // by type of cache
   std::vector<GoldenFile> files;
 };
 
@@ -79,14 +83,23 @@ inline ModelGolden read_golden(const std::filesystem::path& folder) {
   golden.vocab_size = root.at("vocab_size").as_int64();
   golden.bfloat16_rms = root.at("bfloat16_rms").to_number<double>();
   golden.max_seq_len = root.at("max_seq_len").to_number<int>();
-  const std::vector<float> logits = read_floats(folder / root.at("logits").as_string().c_str());
-  auto next = logits.begin();
-  for (const boost::json::value& ids : root.at("rows").as_array()) {
-    GoldenRow& row = golden.rows.emplace_back();
-    row.tokens = read_ids(ids);
-    const auto size = static_cast<std::ptrdiff_t>(row.tokens.size()) * golden.vocab_size;
-    row.values.assign(next, next + size);
-    next += size;
+  const auto read_rows = [&](const std::filesystem::path& file) {
+    const std::vector<float> logits = read_floats(file);
+    auto next = logits.begin();
+    std::vector<GoldenRow> rows;
+    for (const boost::json::value& ids : root.at("rows").as_array()) {
+      GoldenRow& row = rows.emplace_back();
+      row.tokens = read_ids(ids);
+      const auto size = static_cast<std::ptrdiff_t>(row.tokens.size()) * golden.vocab_size;
+      row.values.assign(next, next + size);
+      next += size;
+    }
+    return rows;
+  };
+  golden.rows = read_rows(folder / root.at("logits").as_string().c_str());
+  for (const char* type : {"int8", "fp8"}) {
+    const std::filesystem::path file = folder / (std::string("logits_") + type + ".f32");
+    if (std::filesystem::exists(file)) golden.rounded_rows[type] = read_rows(file);
   }
   if (root.at("hf").as_bool()) {
     GoldenFile& file = golden.files.emplace_back(GoldenFile{"hf", folder / "hf", {}, 0});

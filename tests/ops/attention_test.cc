@@ -15,7 +15,9 @@
 #include <tuple>
 #include <vector>
 
+#include "backends/reference/ops.h"
 #include "base/thread_pool.h"
+#include "cache/cache_type.h"
 
 namespace pianola::cpu {
 namespace {
@@ -57,6 +59,14 @@ float bf16_value(std::uint16_t h) {
   return v;
 }
 
+float e4m3_value(std::uint8_t f) {
+  const int exponent = (f >> 3) & 15;
+  const int fraction = f & 7;
+  double v = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+  if ((f & 0x7F) == 0x7F) v = std::nan("");
+  return static_cast<float>((f & 0x80) != 0 ? -v : v);
+}
+
 struct Shape {
   int heads = 4;
   int kv_heads = 2;
@@ -71,12 +81,15 @@ struct Shape {
 struct Cache {
   explicit Cache(const Shape& s)
       : shape(s),
-        elements(static_cast<std::size_t>(s.slots) * static_cast<std::size_t>(s.capacity) *
-                 static_cast<std::size_t>(s.kv_heads) * static_cast<std::size_t>(s.head_dim)),
-        keys(elements * dtype_info(s.dtype).bytes),
-        values(elements * dtype_info(s.dtype).bytes) {
-    std::memset(keys.get(), 0xFF, elements * dtype_info(s.dtype).bytes);  // NaN in all three types
-    std::memset(values.get(), 0xFF, elements * dtype_info(s.dtype).bytes);
+        slot_elements(product({s.capacity, s.kv_heads, s.head_dim})),
+        elements(static_cast<std::size_t>(s.slots) * slot_elements),
+        slot_bytes(slot_elements * dtype_info(s.dtype).bytes +
+                   (s.dtype == DType::kI8 ? product({s.capacity, s.kv_heads, 4}) : 0)),
+        bytes(static_cast<std::size_t>(s.slots) * slot_bytes),
+        keys(bytes),
+        values(bytes) {
+    std::memset(keys.get(), 0xFF, bytes);  // NaN in all types, of int8 the scales
+    std::memset(values.get(), 0xFF, bytes);
   }
   KvCache view() const {
     return {keys.get(),     values.get(),   shape.dtype, shape.capacity,
@@ -92,14 +105,41 @@ struct Cache {
             static_cast<std::size_t>(position % 64)) *
            static_cast<std::size_t>(shape.head_dim);
   }
-  float value(const void* data, std::size_t i) const {
-    if (shape.dtype == DType::kF32) return static_cast<const float*>(data)[i];
-    const std::uint16_t h = static_cast<const std::uint16_t*>(data)[i];
+  // Where element i lies, and the scale of its position and head.
+  std::byte* element(std::byte* data, std::size_t i) const {
+    return data + i / slot_elements * slot_bytes +
+           i % slot_elements * dtype_info(shape.dtype).bytes;
+  }
+  float* scale(std::byte* data, std::size_t i) const {
+    return reinterpret_cast<float*>(data + i / slot_elements * slot_bytes + slot_elements) +
+           i % slot_elements / static_cast<std::size_t>(shape.head_dim);
+  }
+  double value(std::byte* data, std::size_t i) const {
+    const std::byte* at = element(data, i);
+    if (shape.dtype == DType::kI8) {
+      return static_cast<double>(*reinterpret_cast<const std::int8_t*>(at)) *
+             static_cast<double>(*scale(data, i));
+    }
+    if (shape.dtype == DType::kF8E4M3) return e4m3_value(std::to_integer<std::uint8_t>(*at));
+    if (shape.dtype == DType::kF32) return *reinterpret_cast<const float*>(at);
+    const std::uint16_t h = *reinterpret_cast<const std::uint16_t*>(at);
     return shape.dtype == DType::kF16 ? f16_value(h) : bf16_value(h);
+  }
+  // Makes one position and head NaN.
+  void poison(int slot, int position, int head) const {
+    const std::size_t i = index(slot, position, head);
+    for (std::byte* data : {keys.get(), values.get()}) {
+      std::memset(element(data, i), 0xFF,
+                  static_cast<std::size_t>(shape.head_dim) * dtype_info(shape.dtype).bytes);
+      if (shape.dtype == DType::kI8) *scale(data, i) = kNan;
+    }
   }
 
   Shape shape;
+  std::size_t slot_elements;
   std::size_t elements;
+  std::size_t slot_bytes;
+  std::size_t bytes;
   Aligned<std::byte> keys;
   Aligned<std::byte> values;
 };
@@ -188,8 +228,8 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
   std::vector<double> keys(cache.elements);
   std::vector<double> values(cache.elements);
   for (std::size_t i = 0; i < cache.elements; ++i) {
-    keys[i] = static_cast<double>(cache.value(cache.keys.get(), i));
-    values[i] = static_cast<double>(cache.value(cache.values.get(), i));
+    keys[i] = cache.value(cache.keys.get(), i);
+    values[i] = cache.value(cache.values.get(), i);
   }
   std::vector<double> output;
   for (int t = 0; t < step.tokens(); ++t) {
@@ -254,7 +294,7 @@ INSTANTIATE_TEST_SUITE_P(Isas, Attention, testing::ValuesIn(distinct_isas()),
                          [](const auto& isa) { return std::string(isa_name(isa.param)); });
 
 TEST_P(Attention, EqualsDoublePrecisionAtEveryLength) {
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+  for (const DType dtype : kCacheTypes) {
     const Cache cache({.capacity = 1024, .dtype = dtype});
     for (const int length :
          {1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 255, 256, 257, 511, 513, 1000, 1024}) {
@@ -277,7 +317,7 @@ TEST_P(Attention, EqualsDoublePrecisionForEveryShape) {
                          .kv_heads = kv_heads,
                          .head_dim = head_dim,
                          .capacity = 128,
-                         .dtype = group % 2 == 0 ? DType::kBF16 : DType::kF16});
+                         .dtype = kCacheTypes[seed % kCacheTypes.size()]});
       ASSERT_TRUE(attention_supported(cache.shape.dtype, cache.shape.heads, kv_heads, head_dim));
       fill(cache, 0, 75, GetParam(), ++seed);
       for (const int tokens : {1, 3, 30}) {
@@ -290,7 +330,7 @@ TEST_P(Attention, EqualsDoublePrecisionForEveryShape) {
 }
 
 TEST_P(Attention, EqualsDoublePrecisionForChunks) {
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+  for (const DType dtype : kCacheTypes) {
     const Cache cache({.heads = 9, .kv_heads = 3, .capacity = 384, .dtype = dtype});
     fill(cache, 0, 300, GetParam(), 5);
     for (const int tokens : {2, 17, 31, 32, 33, 64, 70, 300}) {
@@ -309,7 +349,8 @@ TEST_P(Attention, AWindowSeesItsPositionsAndNoOther) {
   for (const auto& [window, dtype] :
        {std::pair(1, DType::kF32), std::pair(16, DType::kF16), std::pair(63, DType::kBF16),
         std::pair(64, DType::kF32), std::pair(65, DType::kF16), std::pair(200, DType::kBF16),
-        std::pair(300, DType::kF16)}) {
+        std::pair(300, DType::kF16), std::pair(16, DType::kI8), std::pair(65, DType::kI8),
+        std::pair(200, DType::kI8), std::pair(63, DType::kF8E4M3)}) {
     Shape shape{.heads = 9, .kv_heads = 3, .capacity = 1024, .dtype = dtype, .window = window};
     const Cache whole(shape);
     shape.capacity = (window + kMost - 1 + 63) / 64 * 64;
@@ -334,13 +375,7 @@ TEST_P(Attention, AWindowSeesItsPositionsAndNoOther) {
                               width};
         append(args, 0, 1);
         // The position that has just left the window of the step's first token.
-        for (int h = 0; at >= window && h < shape.kv_heads; ++h) {
-          const std::size_t size = dtype_info(dtype).bytes;
-          const std::size_t place = cache->index(0, at - window, h) * size;
-          const std::size_t bytes = static_cast<std::size_t>(shape.head_dim) * size;
-          std::memset(cache->keys.get() + place, 0xFF, bytes);
-          std::memset(cache->values.get() + place, 0xFF, bytes);
-        }
+        for (int h = 0; at >= window && h < shape.kv_heads; ++h) cache->poison(0, at - window, h);
       }
       const std::vector<float> want = run(whole, step, GetParam(), 1);
       expect_near(want, reference(whole, step), "window " + std::to_string(window));
@@ -373,7 +408,8 @@ TEST_P(Attention, HandlesPeakedScores) {
 TEST_P(Attention, TheBitsDoNotDependOnChunksOrWorkers) {
   for (const auto& [heads, kv_heads, head_dim] :
        {std::tuple(9, 3, 64), std::tuple(4, 4, 80), std::tuple(8, 1, 128), std::tuple(2, 1, 24)}) {
-    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const DType dtype : kCacheTypes) {
+      if (head_dim > 64 && dtype_info(dtype).bytes == 1) continue;  // a sanitizer's time
       const Cache cache({.heads = heads,
                          .kv_heads = kv_heads,
                          .head_dim = head_dim,
@@ -497,8 +533,29 @@ TEST_P(Attention, ThreadsOfAPoolGiveTheSame) {
   }
 }
 
+// The most by which a number x of a head [40] may be rounded: half a unit in the last place, and of
+// int8 half the scale.
+double rounding(DType dtype, const float* head, float x) {
+  const double size = std::abs(static_cast<double>(x));
+  switch (dtype) {
+    case DType::kF16:
+      return size * 0x1p-11 + 0x1p-25;
+    case DType::kBF16:
+      return size * 0x1p-8;
+    case DType::kF8E4M3:
+      return std::max(size * 0x1p-4, 0x1p-10);
+    case DType::kI8: {
+      float largest = 0;
+      for (int i = 0; i < 40; ++i) largest = std::max(largest, std::abs(head[i]));
+      return static_cast<double>(largest) / 254 * (1 + 1e-5);
+    }
+    default:
+      return 0;
+  }
+}
+
 TEST_P(Attention, AppendWritesRoundedRowsAndNothingElse) {
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+  for (const DType dtype : kCacheTypes) {
     for (const int workers : {1, 2, 5}) {
       const Cache cache(
           {.kv_heads = 3, .head_dim = 40, .capacity = 128, .slots = 3, .dtype = dtype});
@@ -507,12 +564,11 @@ TEST_P(Attention, AppendWritesRoundedRowsAndNothingElse) {
       const int width = 3 * 40;
       const std::vector<float> keys = random_floats(6 * 130, 90);
       const std::vector<float> values = random_floats(6 * 130, 91);
+      const auto head_of = [](std::size_t i) { return i - i % 130 % 40; };
       const AppendArgs args{GetParam(),  cache.view(),  6,  positions.data(), slots.data(),
                             keys.data(), values.data(), 130};
       for (int w = 0; w < workers; ++w) append(args, w, workers);
       std::vector<bool> written(cache.elements);
-      // Relative rounding: half a unit in the last place.
-      const float ulp = dtype == DType::kF32 ? 0.0F : dtype == DType::kF16 ? 0x1p-11F : 0x1p-8F;
       for (std::size_t t = 0; t < 6; ++t) {
         if (positions[t] < 0) continue;
         for (int i = 0; i < width; ++i) {
@@ -521,9 +577,9 @@ TEST_P(Attention, AppendWritesRoundedRowsAndNothingElse) {
           const std::size_t from = t * 130 + static_cast<std::size_t>(i);
           written[at] = true;
           ASSERT_NEAR(cache.value(cache.keys.get(), at), keys[from],
-                      std::abs(keys[from]) * ulp + (ulp > 0 ? 1e-7F : 0));
+                      rounding(dtype, keys.data() + head_of(from), keys[from]));
           ASSERT_NEAR(cache.value(cache.values.get(), at), values[from],
-                      std::abs(values[from]) * ulp + (ulp > 0 ? 1e-7F : 0));
+                      rounding(dtype, values.data() + head_of(from), values[from]));
         }
       }
       for (std::size_t i = 0; i < cache.elements; ++i) {
@@ -535,11 +591,101 @@ TEST_P(Attention, AppendWritesRoundedRowsAndNothingElse) {
   }
 }
 
+// Heads of one position that an int8 or fp8 cache has to get right, [64] each.
+std::vector<std::vector<float>> hard_heads() {
+  std::vector<std::vector<float>> heads(9, random_floats(64, 95));
+  heads[1].assign(64, 0.0F);
+  heads[2].assign(64, -0.0F);
+  heads[3][17] = kNan;
+  heads[4][40] = std::numeric_limits<float>::infinity();
+  heads[5][63] = -std::numeric_limits<float>::infinity();
+  for (float& x : heads[6]) x *= 1e-39F;  // subnormal, as the scale would be
+  for (float& x : heads[7]) x *= 1e37F;
+  for (int i = 0; i < 64; ++i) {  // halves: ties go to even
+    heads[8][static_cast<std::size_t>(i)] = static_cast<float>(i) + 0.5F;
+  }
+  heads[8][63] = 127.0F;
+  return heads;
+}
+
+// The same bytes as the specification, whatever is in a head, and nothing of it reaches another.
+TEST_P(Attention, AppendEqualsTheReferenceForHardHeads) {
+  const std::vector<std::vector<float>> heads = hard_heads();
+  const int count = static_cast<int>(heads.size());
+  for (const DType dtype : {DType::kI8, DType::kF8E4M3}) {
+    const Cache cache(
+        {.heads = count, .kv_heads = count, .capacity = 64, .slots = 2, .dtype = dtype});
+    std::vector<float> row;
+    for (const auto& head : heads) row.insert(row.end(), head.begin(), head.end());
+    const std::int32_t position = 37;
+    const std::int32_t slot = 1;
+    std::vector<float> values(row.rbegin(), row.rend());
+    append({GetParam(), cache.view(), 1, &position, &slot, row.data(), values.data(), count * 64},
+           0, 1);
+    for (int h = 0; h < count; ++h) {
+      for (const auto& [data, from] : {std::pair(cache.keys.get(), row.data() + h * 64),
+                                       std::pair(cache.values.get(), values.data() + h * 64)}) {
+        std::byte want[64];
+        float scale = 0;
+        reference::store_head(dtype, from, 64, want, dtype == DType::kI8 ? &scale : nullptr);
+        const std::size_t at = cache.index(slot, position, h);
+        EXPECT_EQ(std::memcmp(cache.element(data, at), want, 64), 0) << h;
+        if (dtype == DType::kI8) {
+          EXPECT_TRUE(same_bits(cache.scale(data, at), &scale, 1)) << h;
+        }
+      }
+    }
+  }
+}
+
+// The scale by its definition, in double; zeros stay zeros; what is not finite makes its own head
+// NaN.
+TEST_P(Attention, Int8HeadsHaveTheirOwnScales) {
+  const std::vector<std::vector<float>> heads = hard_heads();
+  const int count = static_cast<int>(heads.size());
+  const Cache cache({.heads = count, .kv_heads = count, .capacity = 64, .dtype = DType::kI8});
+  std::vector<float> row;
+  for (const auto& head : heads) row.insert(row.end(), head.begin(), head.end());
+  const std::int32_t zero = 0;
+  append({GetParam(), cache.view(), 1, &zero, &zero, row.data(), row.data(), count * 64}, 0, 1);
+  for (int h = 0; h < count; ++h) {
+    const std::vector<float>& head = heads[static_cast<std::size_t>(h)];
+    const std::size_t at = cache.index(0, 0, h);
+    const double scale = *cache.scale(cache.keys.get(), at);
+    if (h >= 3 && h <= 5) {
+      EXPECT_TRUE(std::isnan(scale)) << h;
+      continue;
+    }
+    double largest = 0;
+    for (const float x : head) largest = std::max(largest, std::abs(static_cast<double>(x)));
+    EXPECT_NEAR(scale, largest < 1e-35 ? 0 : largest / 127, largest / 127 * 1e-7) << h;
+    for (std::size_t i = 0; i < 64; ++i) {
+      const double code = std::to_integer<std::int8_t>(cache.keys.get()[at + i]);
+      EXPECT_EQ(code, scale == 0 ? 0 : std::nearbyint(static_cast<double>(head[i]) / scale)) << h;
+    }
+  }
+  // One position: its value is the output, with weight 1.
+  Step step = tail_step(cache, 0, 1, 1, 96);
+  const std::vector<float> got = run(cache, step, GetParam(), 1);
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const std::size_t h = i / 64;
+    if (h >= 3 && h <= 5) {
+      EXPECT_TRUE(std::isnan(got[i])) << i;
+    } else {
+      EXPECT_EQ(got[i], static_cast<float>(cache.value(
+                            cache.values.get(), cache.index(0, 0, static_cast<int>(h)) + i % 64)))
+          << i;
+    }
+  }
+}
+
 TEST(AttentionSupport, IsStated) {
   EXPECT_TRUE(attention_supported(DType::kF16, 9, 3, 64));
   EXPECT_FALSE(attention_supported(DType::kF16, 9, 2, 64));
   EXPECT_FALSE(attention_supported(DType::kF16, 9, 3, 60));
   EXPECT_FALSE(attention_supported(DType::kF16, 9, 3, 1024));
+  EXPECT_TRUE(attention_supported(DType::kI8, 9, 3, 64));
+  EXPECT_TRUE(attention_supported(DType::kF8E4M3, 9, 3, 64));
   EXPECT_FALSE(attention_supported(DType::kQ8_0, 9, 3, 64));
 }
 

@@ -1,9 +1,10 @@
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "backends/reference/ops.h"
 #include "base/check.h"
+#include "tensor/fp8.h"
 #include "tensor/half.h"
 
 namespace pianola::reference {
@@ -49,41 +50,103 @@ void project(const BoundPlan& bound, WeightId weight_id, WeightId bias_id, const
   }
 }
 
-// One head at one position: in place where the cache holds f32, else widened into `buffer`.
-const float* load_head(DType dtype, const std::byte* slot, std::size_t index, int dim,
-                       float* buffer) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(slot) + index;
-  for (int i = 0; i < dim; ++i) {
-    buffer[i] = load_cache(dtype, slot, index + static_cast<std::size_t>(i));
+// Where one head of one position lies in a slot of keys or values.
+struct StoredHead {
+  std::byte* elements = nullptr;  // [dim]
+  float* scale = nullptr;         // of int8
+};
+
+// `place` is where the position lies in the slot.
+StoredHead stored_head(const LayerCacheView& cache, std::byte* slot, int dim, std::int32_t place,
+                       int kv_head) {
+  const std::size_t index = cache_index(place, kv_head, cache.kv_heads, 1);
+  StoredHead head{slot + index * row_bytes(cache.dtype, static_cast<std::size_t>(dim)), nullptr};
+  if (has_scales(cache.dtype)) {
+    head.scale = reinterpret_cast<float*>(
+                     slot + cache_element_bytes(cache.dtype, cache.capacity, cache.kv_heads, dim)) +
+                 index;
   }
+  return head;
+}
+
+// `heads` are those of one position, [kv_heads, dim].
+void store_heads(const LayerCacheView& cache, std::byte* slot, std::int32_t place, int dim,
+                 const float* heads) {
+  for (int h = 0; h < cache.kv_heads; ++h) {
+    const StoredHead head = stored_head(cache, slot, dim, place, h);
+    store_head(cache.dtype, heads + std::ptrdiff_t{h} * dim, dim, head.elements, head.scale);
+  }
+}
+
+// In place where the cache holds f32, else widened into `buffer`.
+const float* widened(const LayerCacheView& cache, const StoredHead& head, int dim, float* buffer) {
+  if (cache.dtype == DType::kF32) return reinterpret_cast<const float*>(head.elements);
+  load_head(cache.dtype, head.elements, head.scale, dim, buffer);
   return buffer;
 }
 
-// `place` is where the position lies in the slot.
-void store_heads(DType dtype, std::byte* slot, std::int32_t place, int kv_heads, int dim,
-                 const float* heads) {
-  for (int h = 0; h < kv_heads; ++h) {
-    const std::size_t index = cache_index(place, h, kv_heads, dim);
-    for (int i = 0; i < dim; ++i) {
-      store_cache(dtype, slot, index + static_cast<std::size_t>(i), heads[h * dim + i]);
-    }
+// The largest magnitude / 127. NaN where the head is not finite: an infinity has no neighbour to be
+// a multiple of. 0, and all elements with it, where the scale would have lost precision itself.
+float int8_scale(const float* head, int dim) {
+  float largest = 0;
+  for (int i = 0; i < dim; ++i) {
+    if (!std::isfinite(head[i])) return std::numeric_limits<float>::quiet_NaN();
+    largest = std::max(largest, std::abs(head[i]));
   }
+  const float scale = largest / 127;
+  return scale < std::numeric_limits<float>::min() ? 0 : scale;
 }
 
 }  // namespace
 
-float load_cache(DType dtype, const std::byte* slot, std::size_t index) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(slot)[index];
-  const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(slot)[index];
-  return dtype == DType::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+void load_head(DType dtype, const std::byte* elements, const float* scale, int dim, float* head) {
+  const auto* floats = reinterpret_cast<const float*>(elements);
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(elements);
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(elements);
+  for (int i = 0; i < dim; ++i) {
+    switch (dtype) {
+      case DType::kF16:
+        head[i] = f16_to_f32(halves[i]);
+        break;
+      case DType::kBF16:
+        head[i] = bf16_to_f32(halves[i]);
+        break;
+      case DType::kI8:
+        head[i] = static_cast<float>(static_cast<std::int8_t>(bytes[i])) * *scale;
+        break;
+      case DType::kF8E4M3:
+        head[i] = e4m3_to_f32(bytes[i]);
+        break;
+      default:
+        head[i] = floats[i];
+    }
+  }
 }
 
-void store_cache(DType dtype, std::byte* slot, std::size_t index, float value) {
-  if (dtype == DType::kF32) {
-    reinterpret_cast<float*>(slot)[index] = value;
-  } else {
-    reinterpret_cast<std::uint16_t*>(slot)[index] =
-        dtype == DType::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
+void store_head(DType dtype, const float* head, int dim, std::byte* elements, float* scale) {
+  auto* floats = reinterpret_cast<float*>(elements);
+  auto* halves = reinterpret_cast<std::uint16_t*>(elements);
+  auto* bytes = reinterpret_cast<std::uint8_t*>(elements);
+  if (has_scales(dtype)) *scale = int8_scale(head, dim);
+  for (int i = 0; i < dim; ++i) {
+    switch (dtype) {
+      case DType::kF16:
+        halves[i] = f32_to_f16(head[i]);
+        break;
+      case DType::kBF16:
+        halves[i] = f32_to_bf16(head[i]);
+        break;
+      case DType::kI8: {
+        const float multiple = *scale > 0 ? std::nearbyint(head[i] / *scale) : 0;
+        bytes[i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(multiple));
+        break;
+      }
+      case DType::kF8E4M3:
+        bytes[i] = f32_to_e4m3(head[i]);
+        break;
+      default:
+        floats[i] = head[i];
+    }
   }
 }
 
@@ -109,8 +172,8 @@ void run(const QkvOp& op, const BoundPlan& bound) {
     project(bound, op.v, op.v_bias, normed, std::nullopt, nullptr, cache.value_dim, position, v);
     const std::int32_t row = s.row_of[s.lane_of[t]];
     const std::int32_t place = position % cache.capacity;
-    store_heads(cache.dtype, cache.key_slot(row), place, cache.kv_heads, cache.key_dim, k);
-    store_heads(cache.dtype, cache.value_slot(row), place, cache.kv_heads, cache.value_dim, v);
+    store_heads(cache, cache.key_slot(row), place, cache.key_dim, k);
+    store_heads(cache, cache.value_slot(row), place, cache.value_dim, v);
   }
 }
 
@@ -133,10 +196,9 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
       const float* q = bound.buffer(op.q) + t * bound.width(op.q) + h * cache.key_dim;
       double max = -std::numeric_limits<double>::infinity();
       for (std::int32_t p = first; p <= position; ++p) {
-        const std::size_t index =
-            cache_index(p % cache.capacity, h / group, cache.kv_heads, cache.key_dim);
-        const float* key =
-            load_head(cache.dtype, cache.key_slot(row), index, cache.key_dim, buffer);
+        const StoredHead stored =
+            stored_head(cache, cache.key_slot(row), cache.key_dim, p % cache.capacity, h / group);
+        const float* key = widened(cache, stored, cache.key_dim, buffer);
         float& score = scores[p - first];
         score = static_cast<float>(dot(q, key, cache.key_dim) * op.scale);
         max = std::max(max, static_cast<double>(score));
@@ -153,10 +215,9 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
       }
       std::fill_n(sums, cache.value_dim, 0.0);
       for (std::int32_t p = first; p <= position; ++p) {
-        const std::size_t index =
-            cache_index(p % cache.capacity, h / group, cache.kv_heads, cache.value_dim);
-        const float* value =
-            load_head(cache.dtype, cache.value_slot(row), index, cache.value_dim, buffer);
+        const StoredHead stored = stored_head(cache, cache.value_slot(row), cache.value_dim,
+                                              p % cache.capacity, h / group);
+        const float* value = widened(cache, stored, cache.value_dim, buffer);
         const double weight = scores[p - first];
         for (int i = 0; i < cache.value_dim; ++i) sums[i] += weight * value[i];
       }

@@ -43,9 +43,10 @@ float gated(Activation activation, float gate, float up);
 // part of becomes NaN.
 void choose_experts(std::span<const float> scores, int top_k, RouteScore score, float* out);
 
-// One element of a cache of any element type, and its store with rounding to nearest even.
-float load_cache(DType dtype, const std::byte* slot, std::size_t index);
-void store_cache(DType dtype, std::byte* slot, std::size_t index, float value);
+// One head of one position in a cache of any element type, `dim` elements, and its store with
+// rounding to nearest even. `scale` is the one of an int8 head, otherwise null.
+void load_head(DType dtype, const std::byte* elements, const float* scale, int dim, float* head);
+void store_head(DType dtype, const float* head, int dim, std::byte* elements, float* scale);
 
 // Chooses a token from `logits`, or -1 when one of them is NaN or +inf, or no candidate is left.
 // Order, as transformers: bias, repetition, presence and frequency penalties over the window,

@@ -96,6 +96,8 @@ TEST(StaticKvCache, OptionsOutOfRangeAreRefused) {
   refuse(kArgument, "value_dim", [](KvCacheOptions& o) { o.layers[2].value_dim = 1 << 20; });
   refuse(kArgument, "max_seq_len", [](KvCacheOptions& o) { o.max_seq_len = 0; });
   refuse(kArgument, "slots", [](KvCacheOptions& o) { o.slots = 0; });
+  refuse(kArgument, "f32, f16 and bf16",
+         [](KvCacheOptions& o) { o.type = static_cast<KvType>(3); });
   refuse(kArgument, "any device", [](KvCacheOptions& o) {
     o.layers.assign(4096, {.kv_heads = 4096, .key_dim = 4096, .value_dim = 4096});
     o.max_seq_len = 1 << 24;

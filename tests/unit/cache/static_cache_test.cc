@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cache/cache_type.h"
 #include "expect_error.h"
 
 namespace pianola {
@@ -32,6 +33,32 @@ TEST(CacheLayout, BytesAreThoseOfTheElements) {
   const CacheLayout full(kLayers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kF32});
   EXPECT_EQ(full.total_bytes(), 2 * half.total_bytes());
   EXPECT_EQ(CacheLayout({}, {.max_seq_len = 8}).total_bytes(), 0U);  // a stack without attention
+}
+
+// int8: a byte an element, and a scale of 4 bytes for each position and head of keys and of values.
+TEST(CacheLayout, Int8CountsItsScales) {
+  const CacheLayout bytes(kLayers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kI8});
+  EXPECT_EQ(bytes.key_bytes(1), 128U * 1 * (8 + 4));
+  EXPECT_EQ(bytes.value_bytes(1), 128U * 1 * (24 + 4));
+  const std::size_t per_token = (2 * 32 + 32 + 3 * 128) + (2 + 1 + 3) * 2 * 4;
+  EXPECT_EQ(bytes.bytes_per_slot(), 128 * per_token);
+  EXPECT_EQ(bytes.total_bytes(), 3 * 128 * per_token);
+  const CacheLayout fp8(kLayers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kF8E4M3});
+  EXPECT_EQ(fp8.total_bytes(), 3 * 128 * std::size_t{2 * 32 + 32 + 3 * 128});
+  EXPECT_EQ(CacheLayout(std::vector<AttentionSpec>{{2, 16, 16, 100}},
+                        {.max_seq_len = 4096, .chunk = 29, .dtype = DType::kI8})
+                .key_bytes(0),
+            128U * 2 * (16 + 4));
+}
+
+TEST(CacheType, NamesAreThoseOfUsers) {
+  EXPECT_EQ(cache_type_names(), "f16, bf16, f32, int8 or fp8");
+  EXPECT_EQ(parse_cache_type("int8"), DType::kI8);
+  EXPECT_EQ(parse_cache_type("fp8"), DType::kF8E4M3);
+  EXPECT_EQ(parse_cache_type("bf16"), DType::kBF16);
+  for (const char* name : {"", "q8_0", "i32", "u8", "i8", "fp16", "INT8"}) {
+    EXPECT_FALSE(parse_cache_type(name)) << name;
+  }
 }
 
 // A window's ring does not grow with the sequence, holds a step's tokens beside the window, and is
@@ -75,6 +102,8 @@ TEST(CacheLayout, LargeSizesDoNotWrap) {
   const std::vector<AttentionSpec> layers(1000, {128, 512, 512});
   const CacheLayout layout(layers, {.max_seq_len = 1 << 24, .slots = 1, .dtype = DType::kF32});
   EXPECT_EQ(layout.total_bytes() >> 24, std::size_t{1000} * 128 * 1024 * 4);
+  const CacheLayout int8(layers, {.max_seq_len = 1 << 24, .slots = 1, .dtype = DType::kI8});
+  EXPECT_EQ(int8.total_bytes() >> 24, std::size_t{1000} * 128 * (1024 + 8));
 }
 
 TEST(CacheLayout, OptionsOutOfRangeAreRefused) {
@@ -89,6 +118,7 @@ TEST(CacheLayout, OptionsOutOfRangeAreRefused) {
   refuse(kArgument, {.max_seq_len = 8, .slots = 4097}, "slots");
   refuse(ErrorCode::kUnsupported, {.max_seq_len = 8, .dtype = DType::kQ8_0}, "q8_0");
   refuse(ErrorCode::kUnsupported, {.max_seq_len = 8, .dtype = DType::kI32}, "i32");
+  refuse(ErrorCode::kUnsupported, {.max_seq_len = 8, .dtype = DType::kU8}, "int8 or fp8");
 }
 
 // Every element of every slot of every layer has bytes of its own, inside the arena.

@@ -18,27 +18,32 @@ std::shared_ptr<const CausalModel> tiny_model() {
   return CausalModel::open(golden_folder() / "llama/untied/f32.gguf");
 }
 
-// For each position of a slot: whether it is all ones, in every head.
+// For each position of a slot: whether it is all ones, in every head, and its scales as well.
 std::vector<bool> poisoned(const LayerCacheView& view, const std::vector<std::byte>& slot,
                            int dim) {
-  const std::size_t row = dtype_info(view.dtype).bytes * static_cast<std::size_t>(dim);
+  const std::size_t row = row_bytes(view.dtype, static_cast<std::size_t>(dim));
+  const std::size_t scale = has_scales(view.dtype) ? sizeof(float) : 0;
+  const std::size_t scales =
+      cache_element_bytes(view.dtype, view.capacity, view.kv_heads, dim);  // where they begin
   std::vector<bool> result;
   for (int p = 0; p < view.capacity; ++p) {
     std::size_t ones = 0;
     for (int h = 0; h < view.kv_heads; ++h) {
-      const auto at =
-          slot.begin() + static_cast<std::ptrdiff_t>(cache_index(p, h, view.kv_heads, dim) *
-                                                     dtype_info(view.dtype).bytes);
-      ones += static_cast<std::size_t>(
-          std::count(at, at + static_cast<std::ptrdiff_t>(row), std::byte{0xFF}));
+      const std::size_t index = cache_index(p, h, view.kv_heads, 1);
+      const auto count = [&](std::size_t at, std::size_t bytes) {
+        const auto from = slot.begin() + static_cast<std::ptrdiff_t>(at);
+        return static_cast<std::size_t>(
+            std::count(from, from + static_cast<std::ptrdiff_t>(bytes), std::byte{0xFF}));
+      };
+      ones += count(index * row, row) + count(scales + index * scale, scale);
     }
-    result.push_back(ones == row * static_cast<std::size_t>(view.kv_heads));
+    result.push_back(ones == (row + scale) * static_cast<std::size_t>(view.kv_heads));
   }
   return result;
 }
 
 TEST(EngineAudit, PoisonReachesAllThatHoldsNoToken) {
-  for (const char* type : {"f16", "f32"}) {
+  for (const char* type : {"f16", "f32", "int8", "fp8"}) {
     for (const int length : {1, 63, 64, 65, 128, 150}) {
       Engine engine(tiny_model(),
                     {.threads = 1, .max_seq_len = 192, .slots = 2, .cache_type = type});
@@ -88,7 +93,7 @@ TEST(SupportMatrix, SaysWhatLoadingSays) {
     EXPECT_NO_THROW(load());
     ++works;
   }
-  EXPECT_EQ(works, 2 * 3 * 7);  // backends, types of cache, verbs
+  EXPECT_EQ(works, 2 * 5 * 7);  // backends, types of cache, verbs
 }
 
 }  // namespace

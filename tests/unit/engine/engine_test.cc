@@ -44,6 +44,7 @@ TEST(EngineOptions, OutOfRangeIsRefused) {
   refuse([](EngineOptions& o) { o.max_seq_len = -1; }, "max_seq_len");
   refuse([](EngineOptions& o) { o.threads = -1; }, "threads");
   refuse([](EngineOptions& o) { o.cache_type = "q4_0"; }, "cache_type");
+  refuse([](EngineOptions& o) { o.cache_type = "i8"; }, "f16, bf16, f32, int8 or fp8");
   refuse(
       [](EngineOptions& o) {
         o.backend = "cpu";
@@ -104,8 +105,31 @@ TEST(EngineRows, SlotsAreTakenAndGivenBack) {
   expect_error(ErrorCode::kInvalidArgument, "not open", [&] { engine.close_row(-1); });
 }
 
-TEST(EngineRows, OverflowChangesNothing) {
-  Engine engine(tiny_model(), tiny_options());
+// Counted before anything is allocated, the scales of int8 with the rest.
+TEST(EngineOptions, CacheTypesTakeTheirBytes) {
+  const auto model = tiny_model();
+  const auto per_slot = [&](const char* type) {
+    EngineOptions o = tiny_options();
+    o.cache_type = type;
+    const MemoryPlan plan = Engine::plan(*model, o);
+    EXPECT_EQ(Engine(model, o).memory().cache_per_slot, plan.cache_per_slot);
+    return plan.cache_per_slot;
+  };
+  constexpr std::size_t kHeads = 2 * 2 * 2 * 64;  // layers, keys and values, heads, positions
+  EXPECT_EQ(per_slot("f32"), kHeads * 16 * 4);
+  EXPECT_EQ(per_slot("f16"), kHeads * 16 * 2);
+  EXPECT_EQ(per_slot("int8"), kHeads * (16 + 4));
+  EXPECT_EQ(per_slot("fp8"), kHeads * 16);
+}
+
+class EngineOverflow : public testing::TestWithParam<const char*> {};  // type of cache
+INSTANTIATE_TEST_SUITE_P(CacheTypes, EngineOverflow, testing::Values("f16", "int8", "fp8"),
+                         [](const auto& type) { return std::string(type.param); });
+
+TEST_P(EngineOverflow, ChangesNothing) {
+  EngineOptions options = tiny_options();
+  options.cache_type = GetParam();
+  Engine engine(tiny_model(), options);
   const int row = engine.open_row({});
   engine.append(row, tokens(60));
   expect_error(ErrorCode::kContextOverflow, "64", [&] { engine.append(row, tokens(5)); });

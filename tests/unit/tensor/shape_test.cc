@@ -44,7 +44,7 @@ TEST(TensorView, FindsItsRows) {
 }
 
 TEST(DType, NamesAndSizes) {
-  for (int i = 0; i <= static_cast<int>(DType::kU8); ++i) {
+  for (int i = 0; i <= static_cast<int>(DType::kF8E4M3); ++i) {
     const auto dtype = static_cast<DType>(i);
     EXPECT_EQ(parse_dtype(dtype_name(dtype)), dtype);
   }

@@ -4,7 +4,9 @@
 #include <limits>
 
 #include "backends/cpu/kernels/attention_kernels.h"
+#include "cache/cache_type.h"
 #include "cache/layer_cache.h"
+#include "tensor/fp8.h"
 
 namespace pianola::cpu {
 namespace {
@@ -196,12 +198,33 @@ Partials partials_of(const AttentionArgs& args, void* scratch, int workers) {
           args.cache.head_dim};
 }
 
+std::ptrdiff_t slot_offset(const KvCache& cache, int slot) {
+  return slot * static_cast<std::ptrdiff_t>(
+                    cache_slot_bytes(cache.dtype, cache.capacity, cache.kv_heads, cache.head_dim));
+}
+
+// Where a block of a kv head starts, in positions of one head from the start of its slot.
+std::ptrdiff_t block_index(const KvCache& cache, int block, int kv_head) {
+  const int blocks = cache.capacity / kBlockPositions;
+  return (std::ptrdiff_t{block % blocks} * cache.kv_heads + kv_head) * kBlockPositions;
+}
+
 // Where a block of a kv head starts.
 std::ptrdiff_t block_offset(const KvCache& cache, int slot, int block, int kv_head) {
-  const std::ptrdiff_t blocks = cache.capacity / kBlockPositions;
-  const std::ptrdiff_t index = (slot * blocks + block % blocks) * cache.kv_heads + kv_head;
-  return index * kBlockPositions * cache.head_dim *
-         static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
+  return slot_offset(cache, slot) + block_index(cache, block, kv_head) * cache.head_dim *
+                                        static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
+}
+
+// Where the scales of a block of a kv head start, in bytes.
+std::ptrdiff_t scales_offset(const KvCache& cache, int slot, int block, int kv_head) {
+  return slot_offset(cache, slot) +
+         static_cast<std::ptrdiff_t>(
+             cache_element_bytes(cache.dtype, cache.capacity, cache.kv_heads, cache.head_dim)) +
+         block_index(cache, block, kv_head) * static_cast<std::ptrdiff_t>(sizeof(float));
+}
+
+float* scales_at(void* base, std::ptrdiff_t offset) {
+  return reinterpret_cast<float*>(static_cast<std::byte*>(base) + offset);
 }
 
 // A sink is a split of one position whose value is zero; it is joined behind all others. `work`
@@ -307,6 +330,12 @@ class Walk {
     block.ahead = next < 0 ? 0 : next - offset;
     block.keys = static_cast<const std::byte*>(args_.cache.keys) + offset;
     block.values = static_cast<const std::byte*>(args_.cache.values) + offset;
+    if (has_scales(args_.cache.dtype)) {
+      const std::ptrdiff_t scales = scales_offset(args_.cache, args_.slots[item_.tile.first],
+                                                  position / kBlockPositions, item_.kv_head);
+      block.key_scales = scales_at(args_.cache.keys, scales);
+      block.value_scales = scales_at(args_.cache.values, scales);
+    }
     block.head_dim = dim_;
     block.rows = rows_;
     for (int row = 0; row < rows_; ++row) {
@@ -344,13 +373,26 @@ void clear_padding(const AttentionArgs& args, int worker, int workers) {
   }
 }
 
+// One head of one position to where its elements, and of int8 its scale, lie.
+void store_head(const KvCache& cache, const AttentionKernels& kernel, const float* head, void* base,
+                std::ptrdiff_t elements, std::ptrdiff_t scale) {
+  std::byte* to = static_cast<std::byte*>(base) + elements;
+  if (cache.dtype == DType::kI8) {
+    kernel.store_int8(cache.head_dim, head, reinterpret_cast<std::int8_t*>(to),
+                      scales_at(base, scale));
+  } else if (cache.dtype == DType::kF8E4M3) {
+    auto* bytes = reinterpret_cast<std::uint8_t*>(to);
+    for (int i = 0; i < cache.head_dim; ++i) bytes[i] = f32_to_e4m3(head[i]);
+  } else {
+    kernel.store(cache.dtype, cache.head_dim, head, to);
+  }
+}
+
 }  // namespace
 
 bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim) {
-  return (cache_dtype == DType::kF32 || cache_dtype == DType::kF16 ||
-          cache_dtype == DType::kBF16) &&
-         kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && head_dim > 0 && head_dim <= 512 &&
-         head_dim % 8 == 0;
+  return is_cache_type(cache_dtype) && kv_heads > 0 && heads > 0 && heads % kv_heads == 0 &&
+         head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0;
 }
 
 std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens, int workers) {
@@ -378,11 +420,12 @@ void append(const AppendArgs& args, int worker, int workers) {
     const std::ptrdiff_t offset =
         block_offset(cache, args.slots[t], position / kBlockPositions, head) +
         position % kBlockPositions * row_size;
+    const std::ptrdiff_t scale =
+        scales_offset(cache, args.slots[t], position / kBlockPositions, head) +
+        position % kBlockPositions * static_cast<std::ptrdiff_t>(sizeof(float));
     const std::ptrdiff_t from = t * args.stride + head * cache.head_dim;
-    kernel.store(cache.dtype, cache.head_dim, args.keys + from,
-                 static_cast<std::byte*>(cache.keys) + offset);
-    kernel.store(cache.dtype, cache.head_dim, args.values + from,
-                 static_cast<std::byte*>(cache.values) + offset);
+    store_head(cache, kernel, args.keys + from, cache.keys, offset, scale);
+    store_head(cache, kernel, args.values + from, cache.values, offset, scale);
   }
 }
 

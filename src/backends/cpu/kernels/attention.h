@@ -30,12 +30,13 @@
 
 namespace pianola::cpu {
 
-// One layer's keys and values: [slots, capacity / 64, kv_heads, 64, head_dim] each. Position p lies
-// where p % capacity does; with a window, no step may reach back further than the capacity.
+// One layer's keys and values: [slots, capacity / 64, kv_heads, 64, head_dim] each, slots of int8
+// with their scales as layer_cache.h says. Position p lies where p % capacity does; with a window,
+// no step may reach back further than the capacity.
 struct KvCache {
   void* keys = nullptr;
   void* values = nullptr;
-  DType dtype = DType::kF16;  // F32, F16 or BF16
+  DType dtype = DType::kF16;  // any type that a cache has
   int capacity = 0;           // positions of a slot, a multiple of 64
   int kv_heads = 0;
   int head_dim = 0;
@@ -68,7 +69,7 @@ struct AppendArgs {
   std::ptrdiff_t stride = 0;
 };
 
-// Whether these kernels take such a cache: head_dim a multiple of 8 up to 512, F32, F16 or BF16.
+// Whether these kernels take such a cache: head_dim a multiple of 8 up to 512.
 bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim);
 
 // Work space that attend() and combine() need, 64-byte aligned, for steps of up to `tokens` tokens.

@@ -34,6 +34,15 @@ struct LoadBf16 {
   using Element = std::uint16_t;
   static F at(const Element* p) { return Simd::load_bf16(p); }
 };
+// Without its scale, which goes to the scores, and of values to the weights: once a position.
+struct LoadI8 {
+  using Element = std::int8_t;
+  static F at(const Element* p) { return Simd::load_i8(p); }
+};
+struct LoadE4m3 {
+  using Element = std::uint8_t;
+  static F at(const Element* p) { return Simd::load_e4m3(p); }
+};
 
 // Fetches the memory `ahead` of the kLanes elements at p: they come a cache line at a time, so of
 // the vectors in one line only the first asks. Where a line starts is a matter of d alone when rows
@@ -212,11 +221,21 @@ void tile_scores(const AttentionBlock& b) {
 
 // --- Softmax: scores become weights; m and acc move to the new maximum. ---
 
+// x times the scales of the positions from `first` on; what is beyond max_count is not read.
+inline F scaled(const AttentionBlock& b, F x, const float* scales, int first) {
+  if (scales == nullptr) return x;
+  const int left = b.max_count - first;
+  if (left >= kLanes) return Simd::mul(x, Simd::load(scales + first));
+  return left <= 0 ? x : Simd::mul(x, Simd::load_first(scales + first, left));
+}
+
 void weigh(const AttentionBlock& b, int row) {
   constexpr int kVectors = kBlockPositions / kLanes;
   float* scores = b.scores + row * kBlockPositions;
   F s[kVectors];
-  for (int v = 0; v < kVectors; ++v) s[v] = Simd::load(scores + v * kLanes);
+  for (int v = 0; v < kVectors; ++v) {
+    s[v] = scaled(b, Simd::load(scores + v * kLanes), b.key_scales, v * kLanes);
+  }
   if (b.skips != nullptr && b.skips[row] > 0) {
     for (int v = 0; v < kVectors; ++v) {
       int skipped = b.skips[row] - v * kLanes;
@@ -250,7 +269,7 @@ void weigh(const AttentionBlock& b, int row) {
   F sum = Simd::load(acc + b.head_dim);
   for (int v = 0; v < kVectors; ++v) {
     const F e = Simd::exp2_of_negative(Simd::sub(s[v], Simd::set(new_m)));
-    Simd::store(scores + v * kLanes, e);
+    Simd::store(scores + v * kLanes, scaled(b, e, b.value_scales, v * kLanes));
     sum = Simd::add(sum, e);
   }
   Simd::store(acc + b.head_dim, sum);
@@ -379,8 +398,12 @@ void attend_block(const AttentionBlock& b) {
     block_of<LoadF32>(b);
   } else if (b.dtype == DType::kF16) {
     block_of<LoadF16>(b);
-  } else {
+  } else if (b.dtype == DType::kBF16) {
     block_of<LoadBf16>(b);
+  } else if (b.dtype == DType::kI8) {
+    block_of<LoadI8>(b);
+  } else {
+    block_of<LoadE4m3>(b);
   }
 }
 
@@ -421,8 +444,27 @@ void store_row(DType dtype, int n, const float* x, void* y) {
   }
 }
 
-constexpr AttentionKernels kKernels = {kLanes,     attend_block, merge_split,
-                                       finish_row, scale_row,    store_row};
+void store_row_int8(int n, const float* x, std::int8_t* y, float* scale) {
+  F top = Simd::zero();
+  F not_finite = Simd::zero();  // NaN where something was
+  for (int i = 0; i < n; i += kLanes) {
+    const F v = Simd::load(x + i);
+    top = Simd::max(top, Simd::max(v, Simd::sub(Simd::zero(), v)));
+    not_finite = Simd::add(not_finite, Simd::mul(v, Simd::zero()));
+  }
+  constexpr float kLeast = 0x1p-126F;  // below, the scale itself would be coarse
+  const float largest = Simd::reduce_max(top) / 127.0F;
+  const float sum = Simd::reduce_add(not_finite);
+  *scale = sum != sum ? __builtin_nanf("") : largest < kLeast ? 0.0F : largest;
+  for (int i = 0; i < n; i += kLanes) {
+    const F multiples =
+        *scale > 0.0F ? Simd::div(Simd::load(x + i), Simd::set(*scale)) : Simd::zero();
+    Simd::store_i8(y + i, multiples);
+  }
+}
+
+constexpr AttentionKernels kKernels = {kLanes,    attend_block, merge_split,   finish_row,
+                                       scale_row, store_row,    store_row_int8};
 
 }  // namespace
 }  // namespace pianola::cpu

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "tensor/dtype.h"
 
@@ -20,9 +21,12 @@ inline constexpr int kSumLanes = 16;
 // `max_count` is read, and no value that a row does not attend to reaches it. Scores are in units
 // of log 2: queries come multiplied by log2(e).
 struct AttentionBlock {
-  DType dtype = DType::kF32;     // of keys and values: F32, F16 or BF16
+  DType dtype = DType::kF32;     // of keys and values
   const void* keys = nullptr;    // [64, head_dim]
   const void* values = nullptr;  // [64, head_dim]
+  // [64], of int8: what elements are multiplied by; else null.
+  const float* key_scales = nullptr;
+  const float* value_scales = nullptr;
   // Bytes from this block to the one that is read next, which is fetched meanwhile; 0: none.
   std::ptrdiff_t ahead = 0;
   int head_dim = 0;
@@ -48,6 +52,8 @@ struct AttentionKernels {
   void (*scale)(int n, const float* x, float scale, float* y) = nullptr;
   // n elements, a multiple of `lanes`, to f32, f16 or bf16.
   void (*store)(DType dtype, int n, const float* x, void* y) = nullptr;
+  // To int8, with the scale as layer_cache.h says.
+  void (*store_int8)(int n, const float* x, std::int8_t* y, float* scale) = nullptr;
 };
 
 const AttentionKernels& attention_kernels_portable();

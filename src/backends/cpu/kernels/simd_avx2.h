@@ -51,6 +51,24 @@ struct Simd {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
   }
+  static F load_i8(const std::int8_t* p) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static void store_i8(std::int8_t* p, F x) {
+    const __m256i wide = _mm256_cvtps_epi32(x);
+    const __m128i half =
+        _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
+  }
+  static F load_e4m3(const std::uint8_t* p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(kE4m3Bits));
+    const __m128i all = _mm_set1_epi16(0x3F80);
+    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(half, all), all);
+    return mul(_mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7F80)))),
+               set(256.0F));
+  }
 
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
@@ -139,6 +157,9 @@ struct Simd {
   }
 
  private:
+  // Sign, exponent and mantissa of e4m3 in a half: bit 14 is the exponent's highest.
+  static constexpr short kE4m3Bits = static_cast<short>(0xBF80);
+
   static F power_of_two(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
   }

@@ -50,6 +50,24 @@ struct Simd {
     const __m512i result = _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(result));
   }
+  static F load_i8(const std::int8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  // Rounds to the nearest integer; magnitudes are at most 127.
+  static void store_i8(std::int8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+  }
+  // e4m3 as f16 is 2^8 too small, but for NaN, which is made one.
+  static F load_e4m3(const std::uint8_t* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(kE4m3Bits));
+    const __m256i all = _mm256_set1_epi16(0x3F80);
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, all), all);
+    return mul(
+        _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7F80)))),
+        set(256.0F));
+  }
 
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -137,6 +155,9 @@ struct Simd {
   }
 
  private:
+  // Sign, exponent and mantissa of e4m3 in a half: bit 14 is the exponent's highest.
+  static constexpr short kE4m3Bits = static_cast<short>(0xBF80);
+
   template <int kBit>
   static constexpr __mmask16 kMask = kBit == 8   ? 0xFF00
                                      : kBit == 4 ? 0xF0F0

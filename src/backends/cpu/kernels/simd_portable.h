@@ -51,6 +51,22 @@ struct Simd {
       p[l] = static_cast<std::uint16_t>(rounded >> 16);
     }
   }
+  static F load_i8(const std::int8_t* p) {
+    return map([&](int l) { return static_cast<float>(p[l]); });
+  }
+  static void store_i8(std::int8_t* p, F x) {
+    // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
+    for (int l = 0; l < kLanes; ++l) {
+      p[l] = static_cast<std::int8_t>((x.v[l] + 12582912.0F) - 12582912.0F);
+    }
+  }
+  static F load_e4m3(const std::uint8_t* p) {
+    return map([&](int l) {
+      const std::uint32_t rest = p[l] & 0x7FU;
+      const std::uint32_t half = (std::uint32_t{p[l] & 0x80U} << 8) | (rest << 7);
+      return from_f16(static_cast<std::uint16_t>(rest == 0x7FU ? half | 0x7F80U : half)) * 256.0F;
+    });
+  }
 
   static F add(F a, F b) {
     return map([&](int l) { return a.v[l] + b.v[l]; });
