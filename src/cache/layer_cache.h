@@ -32,6 +32,9 @@ struct AttentionSpec {
   int window = 0;  // 0: no window
 };
 
+// Inputs that an output of a short convolution may read.
+inline constexpr int kMaxConvTaps = 16;
+
 // A state that every token is folded into: linear attention or a state-space layer (a matrix a
 // head), and the last inputs of the short convolution before it. Sizes do not depend on the row's
 // length. Kept in f32 whatever the element type of the attention caches.

@@ -5,145 +5,12 @@
 
 #include "base/check.h"
 #include "models/rope.h"
-#include "models/tensor_names.h"
+#include "models/state_layers.h"
+#include "models/table_builder.h"
 #include "plan/recorder.h"
 
 namespace pianola {
 namespace {
-
-// Fills the weight table from a checkpoint's tensors.
-class TableBuilder {
- public:
-  TableBuilder(const Checkpoint& checkpoint, ModelTables& tables)
-      : checkpoint_(checkpoint), tables_(tables) {}
-
-  void set_layer(std::int64_t layer) { layer_ = layer; }
-
-  WeightId matrix(Part part, std::int64_t rows, std::int64_t cols,
-                  WeightRole role = WeightRole::kLinear) {
-    return add(part, Shape{rows, cols}, role);
-  }
-  WeightId vector(Part part, std::int64_t size) {
-    return add(part, Shape{size}, WeightRole::kVector);
-  }
-  WeightId norm(Part part, std::int64_t size, double offset) {
-    const WeightId id = vector(part, size);
-    tables_.weights.back().offset = static_cast<float>(offset);
-    return id;
-  }
-  WeightId vector_if(bool present, Part part, std::int64_t size) {
-    return present ? vector(part, size) : WeightId{};
-  }
-  WeightId constant(std::string name, std::vector<float> values) {
-    WeightDecl decl{.name = std::move(name), .role = WeightRole::kVector};
-    decl.cols = static_cast<std::int64_t>(values.size());
-    decl.constant = std::move(values);
-    return push(std::move(decl));
-  }
-  bool has(Part part) const {
-    return checkpoint_.find(tensor_name(checkpoint_.format(), part, layer_)) != nullptr;
-  }
-
-  // Matrices [rows, cols] of all experts, as GGUF keeps them or as Hugging Face does.
-  WeightId stack(ExpertTensors tensors, Part part, std::int64_t experts, std::int64_t rows,
-                 std::int64_t cols) {
-    if (tensors == ExpertTensors::kStacked) {
-      return push_stack(part, checked(part, Shape{experts, rows, cols}), experts, rows, cols);
-    }
-    StackSource source;
-    const TensorInfo* first = nullptr;
-    for (std::int64_t e = 0; e < experts; ++e) {
-      const std::string name = expert_tensor_name(checkpoint_.format(), part, layer_, e);
-      const TensorInfo& tensor = checked(name, Shape{rows, cols});
-      if (!first) first = &tensor;
-      if (tensor.dtype != first->dtype) {
-        fail(ErrorCode::kUnsupported, "tensor '{}': element type {}, that of '{}' is {}",
-             tensor.name, dtype_name(tensor.dtype), first->name, dtype_name(first->dtype));
-      }
-      source.tensors.push_back(tensor.name);
-    }
-    return push_stack(part, *first, experts, rows, cols, std::move(source));
-  }
-  // The same from `tensor`, transposed, whose columns it shares with others: [experts, cols,
-  // rows * columns].
-  WeightId transposed_stack(Part part, Part tensor, std::int64_t experts, std::int64_t rows,
-                            std::int64_t cols, std::int32_t columns, std::int32_t first_column) {
-    const TensorInfo& info = checked(tensor, Shape{experts, cols, rows * columns});
-    require_floats(info);
-    return push_stack(part, info, experts, rows, cols,
-                      {.columns = columns, .first_column = first_column});
-  }
-  // A vector [experts * size] from a tensor [experts, size * columns].
-  WeightId expert_vector(Part part, Part tensor, std::int64_t experts, std::int64_t size,
-                         std::int32_t columns = 1, std::int32_t first_column = 0) {
-    const TensorInfo& info = checked(tensor, Shape{experts, size * columns});
-    WeightDecl decl = declare(part, info, WeightRole::kVector, 1, experts * size);
-    if (columns != 1) {
-      require_floats(info);
-      decl.stack = {.columns = columns, .first_column = first_column};
-    }
-    return push(std::move(decl));
-  }
-
-  // The head of a model with tied embeddings: the same tensor in its second role.
-  WeightId tied_head(std::int64_t rows, std::int64_t cols) {
-    const WeightId id = matrix(Part::kEmbedding, rows, cols);
-    tables_.weights.back().name = weight_name(Part::kHead);
-    return id;
-  }
-
- private:
-  WeightId add(Part part, const Shape& shape, WeightRole role) {
-    return push(declare(part, checked(part, shape), role, shape.rank() == 2 ? shape.dim(0) : 1,
-                        shape.dim(-1)));
-  }
-  WeightId push_stack(Part part, const TensorInfo& tensor, std::int64_t experts, std::int64_t rows,
-                      std::int64_t cols, StackSource source = {}) {
-    WeightDecl decl = declare(part, tensor, WeightRole::kLinear, rows, cols);
-    decl.experts = experts;
-    decl.stack = std::move(source);
-    return push(std::move(decl));
-  }
-  WeightDecl declare(Part part, const TensorInfo& tensor, WeightRole role, std::int64_t rows,
-                     std::int64_t cols) const {
-    WeightDecl decl{.name = weight_name(part, layer_), .source = tensor.name, .role = role};
-    decl.dtype = tensor.dtype;
-    decl.rows = rows;
-    decl.cols = cols;
-    return decl;
-  }
-  const TensorInfo& checked(Part part, const Shape& shape) const {
-    return checked(tensor_name(checkpoint_.format(), part, layer_), shape);
-  }
-  const TensorInfo& checked(const std::string& name, const Shape& shape) const {
-    const TensorInfo& tensor = checkpoint_.get(name);
-    if (tensor.shape != shape) {
-      fail(ErrorCode::kInvalidModel, "{}: tensor '{}': expected shape {}, found {}",
-           checkpoint_.paths()[tensor.file].filename().string(), tensor.name, shape.to_string(),
-           tensor.shape.to_string());
-    }
-    const DTypeInfo& type = dtype_info(tensor.dtype);
-    if (tensor.dtype == DType::kI32 || tensor.dtype == DType::kI64 ||
-        shape.dim(-1) % type.elements != 0) {
-      fail(ErrorCode::kUnsupported, "tensor '{}': element type {} with {} columns", tensor.name,
-           type.name, shape.dim(-1));
-    }
-    return tensor;
-  }
-  static void require_floats(const TensorInfo& tensor) {
-    if (dtype_info(tensor.dtype).elements == 1) return;
-    fail(ErrorCode::kUnsupported, "tensor '{}': element type {} cannot be taken apart by columns",
-         tensor.name, dtype_name(tensor.dtype));
-  }
-  WeightId push(WeightDecl decl) {
-    tables_.weights.push_back(std::move(decl));
-    return {static_cast<std::int32_t>(tables_.weights.size()) - 1};
-  }
-
-  const Checkpoint& checkpoint_;
-  ModelTables& tables_;
-  std::int64_t layer_ = 0;
-};
 
 void declare_mlp(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
   const std::int64_t width = c.hidden_size;
@@ -203,27 +70,46 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
   }
 }
 
-LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64_t layer) {
+void declare_attention(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
   const std::int64_t width = c.hidden_size;
   const std::int64_t q_width = c.num_attention_heads * c.head_dim;
   const std::int64_t kv_width = c.num_key_value_heads * c.head_dim;
-  LayerWeights w;
-  const auto norm = [&](Part part, std::int64_t size) {
-    return table.norm(part, size, c.norm_offset);
-  };
-  w.attention_norm = norm(Part::kAttentionNorm, width);
-  w.q = table.matrix(Part::kQ, q_width, width);
+  if (c.attention_gate) {  // of each head: its query, then its gate
+    const auto rows = [&](std::int64_t begin) {
+      return std::vector<RowSlice>{{begin, c.head_dim, 2 * c.head_dim, q_width}};
+    };
+    const Shape both{2 * q_width, width};
+    w.q = table.sliced_matrix(Part::kQ, Part::kQ, both, rows(0));
+    w.attention_gate = table.sliced_matrix(Part::kAttentionGate, Part::kQ, both, rows(c.head_dim));
+  } else {
+    w.q = table.matrix(Part::kQ, q_width, width);
+  }
   w.k = table.matrix(Part::kK, kv_width, width);
   w.v = table.matrix(Part::kV, kv_width, width);
   w.q_bias = table.vector_if(c.qkv_bias, Part::kQBias, q_width);
   w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
   w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
   if (c.qk_norm) {
-    w.q_norm = norm(Part::kQNorm, c.head_dim);
-    w.k_norm = norm(Part::kKNorm, c.head_dim);
+    w.q_norm = table.norm(Part::kQNorm, c.head_dim, c.norm_offset);
+    w.k_norm = table.norm(Part::kKNorm, c.head_dim, c.norm_offset);
   }
   w.o = table.matrix(Part::kO, width, q_width);
   w.o_bias = table.vector_if(c.output_bias, Part::kOBias, width);
+  w.sinks = table.vector_if(c.attention_sinks, Part::kSinks, c.num_attention_heads);
+}
+
+LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64_t layer) {
+  const std::int64_t width = c.hidden_size;
+  LayerWeights w;
+  const auto norm = [&](Part part, std::int64_t size) {
+    return table.norm(part, size, c.norm_offset);
+  };
+  w.attention_norm = norm(Part::kAttentionNorm, width);
+  if (c.state.of_layer(layer) == Mixer::kAttention) {
+    declare_attention(table, c, w);
+  } else {
+    w.state = declare_state_layer(table, c);
+  }
   if (c.post_norms) {
     w.post_attention_norm = norm(Part::kPostAttentionNorm, width);
     w.mlp_norm = norm(Part::kPreMlpNorm, width);
@@ -233,7 +119,6 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64
     const bool by_place = !table.has(Part::kMlpNorm) && table.has(Part::kPostAttentionNorm);
     w.mlp_norm = norm(by_place ? Part::kPostAttentionNorm : Part::kMlpNorm, width);
   }
-  w.sinks = table.vector_if(c.attention_sinks, Part::kSinks, c.num_attention_heads);
   if (c.experts.in_layer(layer)) {
     declare_experts(table, c, w);
   } else {
@@ -256,6 +141,61 @@ std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const Model
     apply_rope_factors(frequencies, factors);
   }
   return frequencies;
+}
+
+struct AttentionBuffers {
+  BufferId q, attended;
+  BufferId gate;  // where it has one
+};
+
+AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
+  const std::int64_t width = config.num_attention_heads * config.head_dim;
+  AttentionBuffers buffers;
+  buffers.q = r.buffer("q", Extent::kTokens, width);
+  buffers.attended = r.buffer("attended", Extent::kTokens, width);
+  if (config.attention_gate) buffers.gate = r.buffer("gate", Extent::kTokens, width);
+  return buffers;
+}
+
+void record_attention(Recorder& r, const ModelConfig& config, const ModelTables& tables,
+                      const LayerWeights& w, bool windowed, CacheId cache,
+                      const AttentionBuffers& buffers, BufferId x, BufferId residual,
+                      BufferId out) {
+  const auto eps = static_cast<float>(config.rms_norm_eps);
+  const double scale = config.attention_scale > 0
+                           ? config.attention_scale
+                           : 1.0 / std::sqrt(static_cast<double>(config.head_dim));
+  const auto head_norm = [eps](WeightId weight) {
+    return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
+  };
+  r.record(QkvOp{.in = x,
+                 .norm = {w.attention_norm, eps},
+                 .q = w.q,
+                 .k = w.k,
+                 .v = w.v,
+                 .q_bias = w.q_bias,
+                 .k_bias = w.k_bias,
+                 .v_bias = w.v_bias,
+                 .q_norm = head_norm(w.q_norm),
+                 .k_norm = head_norm(w.k_norm),
+                 .rope = windowed ? tables.window_rope : tables.rope,
+                 .cache = cache,
+                 .q_out = buffers.q});
+  r.record(AttentionOp{.q = buffers.q,
+                       .cache = cache,
+                       .heads = static_cast<std::int32_t>(config.num_attention_heads),
+                       .scale = static_cast<float>(scale),
+                       .sinks = w.sinks,
+                       .out = buffers.attended});
+  if (w.attention_gate.valid()) {
+    r.record(LinearOp{.in = x,
+                      .norm = RmsNorm{w.attention_norm, eps},
+                      .weight = w.attention_gate,
+                      .out = buffers.gate});
+    r.record(GateOp{.in = buffers.attended, .gate = buffers.gate, .out = buffers.attended});
+  }
+  r.record(LinearOp{
+      .in = buffers.attended, .weight = w.o, .bias = w.o_bias, .residual = residual, .out = out});
 }
 
 // The buffers of a mixture of experts, where the model has one.
@@ -343,7 +283,11 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
         config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
     // One that no row outgrows is full attention.
     cache.window = window < max_seq_len ? static_cast<int>(window) : 0;
-    tables.caches.push_back(cache);
+    if (config.state.of_layer(layer) == Mixer::kAttention) {
+      tables.caches.push_back(cache);
+    } else {
+      tables.states.push_back(state_spec(config));
+    }
   }
   tables.final_norm = table.norm(Part::kFinalNorm, config.hidden_size, config.norm_offset);
   tables.head = config.tie_word_embeddings
@@ -355,18 +299,11 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
 Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const StepShape& shape) {
   Recorder r(tables.weights, tables.cache_specs(), shape);
   const auto eps = static_cast<float>(config.rms_norm_eps);
-  const auto heads = static_cast<std::int32_t>(config.num_attention_heads);
-  const std::int64_t q_width = config.num_attention_heads * config.head_dim;
-  const double scale = config.attention_scale > 0
-                           ? config.attention_scale
-                           : 1.0 / std::sqrt(static_cast<double>(config.head_dim));
-  const auto head_norm = [eps](WeightId weight) {
-    return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
-  };
-
   const BufferId x = r.buffer("x", Extent::kTokens, config.hidden_size);
-  const BufferId q = r.buffer("q", Extent::kTokens, q_width);
-  const BufferId attended = r.buffer("attended", Extent::kTokens, q_width);
+  const AttentionBuffers attention = attention_buffers(r, config);
+  const StateBuffers states = state_buffers(r, config);
+  std::int32_t next_cache = 0;
+  std::int32_t next_state = 0;
 
   // What a block adds, where it is normed first.
   const BufferId added =
@@ -381,27 +318,12 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
     const LayerWeights& w = tables.layers[static_cast<std::size_t>(layer)];
     const bool windowed =
         !config.layer_windows.empty() && config.layer_windows[static_cast<std::size_t>(layer)] > 0;
-    r.record(QkvOp{.in = x,
-                   .norm = {w.attention_norm, eps},
-                   .q = w.q,
-                   .k = w.k,
-                   .v = w.v,
-                   .q_bias = w.q_bias,
-                   .k_bias = w.k_bias,
-                   .v_bias = w.v_bias,
-                   .q_norm = head_norm(w.q_norm),
-                   .k_norm = head_norm(w.k_norm),
-                   .rope = windowed ? tables.window_rope : tables.rope,
-                   .cache = {layer},
-                   .q_out = q});
-    r.record(AttentionOp{.q = q,
-                         .cache = {layer},
-                         .heads = heads,
-                         .scale = static_cast<float>(scale),
-                         .sinks = w.sinks,
-                         .out = attended});
-    r.record(LinearOp{
-        .in = attended, .weight = w.o, .bias = w.o_bias, .residual = residual, .out = target});
+    if (w.state.out.valid()) {
+      record_state_layer(r, config, w, states, StateId{next_state++}, x, residual, target);
+    } else {
+      record_attention(r, config, tables, w, windowed, CacheId{next_cache++}, attention, x,
+                       residual, target);
+    }
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_attention_norm, eps}, .residual = x, .out = x});
     }

@@ -21,6 +21,10 @@ struct Family {
   std::string_view architecture;  // GGUF: general.architecture; "" when its files carry another's
   // transformers' default: config.json may leave out what equals it.
   std::int64_t default_max_position_embeddings = 0;
+  // What may stand in layer_types besides full and sliding attention.
+  std::string_view state_layer_type;
+  // Of its rope, unless config.json says otherwise; 0: all of a head turns, always.
+  double partial_rotary_factor = 0;
   // Reads the fields of config.json that only this family has; the shared ones are there already.
   void (*parse_hf)(const JsonObject& root, ModelConfig& config) = nullptr;
   // What GGUF files of this architecture imply without saying it.
@@ -39,7 +43,9 @@ extern const Family kMistral;
 extern const Family kQwen2;
 extern const Family kQwen2Moe;
 extern const Family kQwen3;
+extern const Family kQwen35;
 extern const Family kQwen3Moe;
+extern const Family kQwen3Next;
 
 std::span<const Family* const> families();
 const Family* find_family_by_model_type(std::string_view model_type);      // nullptr: unknown

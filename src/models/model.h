@@ -19,7 +19,17 @@
 
 namespace pianola {
 
+// Of a layer that folds tokens into a state.
+struct StateLayerWeights {
+  WeightId qkv, z, beta, decay;   // what the convolution reads; the gate; one number a head each
+  WeightId conv, conv_bias;       // [taps * conv_width], [conv_width]
+  WeightId a_log, dt_bias, skip;  // [heads]
+  WeightId norm, out;
+};
+
 struct LayerWeights {
+  StateLayerWeights state;  // in place of attention
+  WeightId attention_gate;
   WeightId attention_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, o_bias;
   WeightId mlp_norm, gate, up, down, gate_bias, up_bias, down_bias;
   WeightId post_attention_norm, post_mlp_norm;  // where the model has them

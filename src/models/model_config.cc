@@ -54,11 +54,19 @@ RopeKind parse_rope_kind(const JsonObject& rope) {
                    name);
 }
 
-void check_partial_rotary(const JsonObject& object) {
-  if (object.find_float("partial_rotary_factor").value_or(1.0) != 1.0) {
+// 1 is how a config without the field reads; another value needs a family that has such heads.
+void read_partial_rotary(const JsonObject& object, RopeConfig& rope) {
+  const auto factor = object.find_float("partial_rotary_factor");
+  if (!factor) return;
+  if (rope.partial_rotary_factor == 1 && *factor != 1) {
     fail_unsupported(object, "partial_rotary_factor", "only 1 (all of a head turns), found {}",
-                     object.get_float("partial_rotary_factor"));
+                     *factor);
   }
+  if (!(*factor > 0 && *factor <= 1)) {
+    fail(ErrorCode::kInvalidModel, "{}: expected a number above 0 and at most 1, found {}",
+         object.field_path("partial_rotary_factor"), *factor);
+  }
+  rope.partial_rotary_factor = *factor;
 }
 
 }  // namespace
@@ -67,7 +75,7 @@ void parse_rope_parameters(const JsonObject& root, const JsonObject& rope,
                            const ModelConfig& config, RopeConfig& out) {
   out.kind = parse_rope_kind(rope);
   if (const auto theta = rope.find_float("rope_theta")) out.theta = *theta;
-  check_partial_rotary(rope);
+  read_partial_rotary(rope, out);
   if (out.kind == RopeKind::kDefault) return;
   out.factor = rope.get_float("factor");
   if (out.kind == RopeKind::kLinear) return;
@@ -98,7 +106,7 @@ namespace {
 // transformers 5 writes rope_parameters with the base inside; before, rope_theta stood at the top
 // and rope_scaling beside it, null when there was none.
 void parse_rope(const JsonObject& root, ModelConfig& config) {
-  check_partial_rotary(root);
+  read_partial_rotary(root, config.rope);
   if (root.find_bool("rope_interleaved").value_or(false)) {
     fail_unsupported(root, "rope_interleaved", "only false: q and k in the halves order");
   }
@@ -110,7 +118,7 @@ void parse_rope(const JsonObject& root, ModelConfig& config) {
   }
 }
 
-void refuse_unsupported_fields(const JsonObject& root) {
+void refuse_unsupported_fields(const JsonObject& root, const Family& family) {
   if (const auto quantization = root.find_object("quantization_config")) {
     const std::string method = quantization->find_string("quant_method").value_or("");
     if (method == "mxfp4") {
@@ -132,10 +140,13 @@ void refuse_unsupported_fields(const JsonObject& root) {
       if (!type.is_string()) {
         fail(ErrorCode::kInvalidModel, "{}: expected strings", root.field_path("layer_types"));
       }
-      if (type.get_string() != "full_attention" && type.get_string() != "sliding_attention") {
+      const std::string_view name = type.get_string();
+      if (name != "full_attention" && name != "sliding_attention" &&
+          (name.empty() || name != family.state_layer_type)) {
         fail_unsupported(root, "layer_types",
-                         "only full_attention and sliding_attention, found '{}'",
-                         std::string(type.get_string()).substr(0, 80));
+                         "'{}'; a {} model has full_attention, sliding_attention{}{}",
+                         name.substr(0, 80), family.model_type,
+                         family.state_layer_type.empty() ? "" : " and ", family.state_layer_type);
       }
     }
   }
@@ -225,7 +236,7 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
     return root.field_path(other ? "num_local_experts" : field);
   };
   const Family& family = find_family(root);
-  refuse_unsupported_fields(root);
+  refuse_unsupported_fields(root, family);
 
   ModelConfig config;
   config.model_type = family.model_type;
@@ -248,6 +259,9 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
   config.bos_token_id = read_token_id(root, "bos_token_id");
   config.eos_token_ids = read_token_ids(root, "eos_token_id");
   config.pad_token_id = read_token_id(root, "pad_token_id");
+  if (family.partial_rotary_factor > 0) {
+    config.rope.partial_rotary_factor = family.partial_rotary_factor;
+  }
   parse_rope(root, config);
   family.parse_hf(root, config);
   apply_layer_types(root, config);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/metadata.h"
+#include "cache/layer_cache.h"
 #include "plan/op.h"
 
 namespace pianola {
@@ -51,6 +52,7 @@ struct RopeConfig {
   std::optional<double> mscale = std::nullopt;  // yarn
   std::optional<double> mscale_all_dim = std::nullopt;    // yarn
   std::optional<double> attention_factor = std::nullopt;  // yarn: given outright
+  double partial_rotary_factor = 1;                       // of a head's elements, the first turn
 
   bool operator==(const RopeConfig&) const = default;
 };
@@ -80,9 +82,30 @@ struct ExpertsConfig {
   bool operator==(const ExpertsConfig&) const = default;
 };
 
+// What mixes the tokens of a layer.
+enum class Mixer : std::uint8_t { kAttention, kDeltaRule, kSsm };
+
+// The layers that fold tokens into a state: gated delta rule (Qwen3-Next, Qwen3.5), or Mamba-2.
+struct StateLayerConfig {
+  std::vector<Mixer> mixers;  // of each layer; empty: attention in all
+  std::int64_t heads = 0;
+  std::int64_t key_heads = 0;  // that share their keys and queries: B and C of Mamba-2's groups
+  std::int64_t key_dim = 0;
+  std::int64_t value_dim = 0;
+  std::int64_t conv_taps = 0;
+  bool fused_projections = false;  // q, k, v and z of a key head side by side in one tensor
+
+  Mixer of_layer(std::int64_t layer) const {
+    return mixers.empty() ? Mixer::kAttention : mixers[static_cast<std::size_t>(layer)];
+  }
+  std::int64_t value_width() const { return heads * value_dim; }
+  std::int64_t conv_width() const { return 2 * key_heads * key_dim + value_width(); }
+  bool operator==(const StateLayerConfig&) const = default;
+};
+
 struct ModelConfig {
   // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text",
-  // "gpt_oss", "qwen2_moe", "qwen3_moe".
+  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text".
   std::string model_type;
 
   std::int64_t vocab_size = 0;
@@ -96,6 +119,7 @@ struct ModelConfig {
   double rms_norm_eps = 0.0;
   Activation hidden_act = Activation::kSilu;
   ExpertsConfig experts;
+  StateLayerConfig state;
 
   bool qkv_bias = false;             // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
   bool output_bias = false;          // o_proj (Llama with attention_bias)
@@ -107,6 +131,7 @@ struct ModelConfig {
   double norm_offset = 0;   // norms multiply by it plus their weight: 1 in Gemma's own files
   double embedding_scale = 1;
   double attention_scale = 0;    // of the scores; 0: 1 / sqrt(head_dim)
+  bool attention_gate = false;   // q_proj says besides how much of attention's output passes
   bool attention_sinks = false;  // a learned score of each head in the denominator (gpt-oss)
 
   RopeConfig rope;

@@ -38,6 +38,11 @@ void check_sizes(const ModelConfig& c, const FieldName& name) {
     fail(ErrorCode::kInvalidModel, "{}: expected an even number, since rope turns pairs, found {}",
          name("head_dim"), c.head_dim);
   }
+  const double turned = static_cast<double>(c.head_dim) * c.rope.partial_rotary_factor;
+  if (turned < 2 || static_cast<std::int64_t>(turned) % 2 != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: expected an even number of a head's {} to turn, found {}",
+         name("partial_rotary_factor"), c.head_dim, turned);
+  }
   if (c.num_attention_heads * c.head_dim > kMaxWidth) {
     fail(ErrorCode::kInvalidModel, "{}: {} heads of {} are wider than {}",
          name("num_attention_heads"), c.num_attention_heads, c.head_dim, kMaxWidth);
@@ -50,6 +55,21 @@ void check_experts(const ExpertsConfig& e, const FieldName& name) {
   check_int(name, "num_experts_per_tok", e.num_experts_per_tok, 1, e.num_experts);
   check_int(name, "moe_intermediate_size", e.moe_intermediate_size, 1, kMaxWidth);
   check_int(name, "shared_expert_intermediate_size", e.shared_expert_intermediate_size, 0,
+            kMaxWidth);
+}
+
+void check_state_layers(const StateLayerConfig& s, const FieldName& name) {
+  if (s.mixers.empty()) return;
+  check_int(name, "linear_num_value_heads", s.heads, 1, kMaxHeads);
+  check_int(name, "linear_num_key_heads", s.key_heads, 1, s.heads);
+  check_int(name, "linear_key_head_dim", s.key_dim, 1, kMaxHeadDim);
+  check_int(name, "linear_value_head_dim", s.value_dim, 1, kMaxHeadDim);
+  check_int(name, "linear_conv_kernel_dim", s.conv_taps, 1, kMaxConvTaps);
+  if (s.heads % s.key_heads != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: {} does not divide {} ({})", name("linear_num_key_heads"),
+         s.key_heads, name("linear_num_value_heads"), s.heads);
+  }
+  check_int(name, "linear_num_value_heads times linear_value_head_dim", s.conv_width(), 1,
             kMaxWidth);
 }
 
@@ -94,6 +114,7 @@ void check_rope(const RopeConfig& rope, const FieldName& name) {
 void check_model_config(const ModelConfig& config, const FieldName& name) {
   check_sizes(config, name);
   check_experts(config.experts, name);
+  check_state_layers(config.state, name);
   check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
   check_rope(config.rope, name);
   if (config.window_rope) check_rope(*config.window_rope, name);

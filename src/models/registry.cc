@@ -5,8 +5,9 @@
 namespace pianola {
 
 std::span<const Family* const> families() {
-  static constexpr std::array<const Family*, 8> kFamilies = {
-      &kGemma3, &kGptOss, &kLlama, &kMistral, &kQwen2, &kQwen2Moe, &kQwen3, &kQwen3Moe};
+  static constexpr std::array<const Family*, 10> kFamilies = {
+      &kGemma3,   &kGptOss, &kLlama,    &kMistral,   &kQwen2,
+      &kQwen2Moe, &kQwen3,  &kQwen3Moe, &kQwen3Next, &kQwen35};
   return kFamilies;
 }
 

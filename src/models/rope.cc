@@ -91,6 +91,7 @@ void stretch_llama3(const RopeConfig& rope, std::vector<float>& inv_freq) {
 
 std::vector<float> rope_inverse_frequencies(const RopeConfig& rope, std::int64_t head_dim,
                                             std::int64_t max_seq_len) {
+  head_dim = static_cast<std::int64_t>(static_cast<double>(head_dim) * rope.partial_rotary_factor);
   PIANOLA_CHECK(head_dim >= 2 && head_dim % 2 == 0, "rope of a head of {}", head_dim);
   std::vector<float> inv_freq;
   switch (rope.kind) {

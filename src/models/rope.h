@@ -17,7 +17,8 @@
 
 namespace pianola {
 
-// [head_dim / 2]. `max_seq_len` is the capacity of the cache; only the dynamic kind reads it.
+// [n / 2] of the n = head_dim * partial_rotary_factor elements of a head that turn. `max_seq_len`
+// is the capacity of the cache; only the dynamic kind reads it.
 std::vector<float> rope_inverse_frequencies(const RopeConfig& rope, std::int64_t head_dim,
                                             std::int64_t max_seq_len);
 

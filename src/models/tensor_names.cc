@@ -18,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 43> kNames = {{
+constexpr std::array<Names, 55> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -62,6 +62,18 @@ constexpr std::array<Names, 43> kNames = {{
     {true, "experts.down_proj", "", "mlp.experts.down_proj"},
     {true, "experts.gate_up_bias", "", "mlp.experts.gate_up_proj_bias"},
     {true, "experts.down_bias", "", "mlp.experts.down_proj_bias"},
+    {true, "attention_gate", "", ""},
+    {true, "linear.qkv_proj", "", "linear_attn.in_proj_qkv.weight"},
+    {true, "linear.z_proj", "", "linear_attn.in_proj_z.weight"},
+    {true, "linear.beta_proj", "", "linear_attn.in_proj_b.weight"},
+    {true, "linear.decay_proj", "", "linear_attn.in_proj_a.weight"},
+    {true, "linear.qkvz_proj", "", "linear_attn.in_proj_qkvz.weight"},
+    {true, "linear.beta_decay_proj", "", "linear_attn.in_proj_ba.weight"},
+    {true, "linear.conv", "", "linear_attn.conv1d.weight"},
+    {true, "linear.a_log", "", "linear_attn.A_log"},
+    {true, "linear.dt_bias", "", "linear_attn.dt_bias"},
+    {true, "linear.norm", "", "linear_attn.norm.weight"},
+    {true, "linear.out_proj", "", "linear_attn.out_proj.weight"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }

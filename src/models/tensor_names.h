@@ -54,6 +54,19 @@ enum class Part : std::uint8_t {
   kFusedDown,
   kFusedGateUpBias,
   kFusedDownBias,
+  // Layers of linear attention.
+  kAttentionGate,  // no tensor of its own: rows of kQ
+  kLinearQkv,
+  kLinearZ,
+  kLinearBeta,
+  kLinearDecay,
+  kLinearQkvz,       // kLinearQkv and kLinearZ in one
+  kLinearBetaDecay,  // kLinearBeta and kLinearDecay in one
+  kLinearConv,
+  kLinearALog,
+  kLinearDtBias,
+  kLinearNorm,
+  kLinearOut,
 };
 
 // The name in a checkpoint; `layer` is not used by parts outside the layers.

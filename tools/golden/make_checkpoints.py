@@ -17,6 +17,7 @@ Everything follows from the seed; torch runs on one thread in float32 with eager
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import pathlib
@@ -29,7 +30,9 @@ import torch
 import transformers
 from transformers import (
     Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
-    Qwen3Config, Qwen3MoeConfig,
+    Qwen3Config, Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )  # fmt: skip
 
 import gguf_export
@@ -46,6 +49,13 @@ SMALL = dict(
     vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
     bos_token_id=1, eos_token_id=2, rms_norm_eps=1e-5,
+)  # fmt: skip
+
+HYBRID = dict(
+    num_hidden_layers=4, head_dim=32, rms_norm_eps=1e-6, linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+    linear_conv_kernel_dim=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 )  # fmt: skip
 
 
@@ -227,6 +237,21 @@ CASES = {
         dict(dtype="bfloat16"),
         ["Q8_0"],
     ),
+    # Three layers of linear attention to one that attends; widths of keys and values that differ.
+    "qwen3_5/hybrid": (
+        Qwen3_5TextConfig,
+        {**SMALL, **HYBRID, "tie_word_embeddings": True},
+        dict(dtype="float16", rows=(150, 70, 17), max_seq_len=256, float64=True),
+        [],
+    ),
+    "qwen3_next/experts": (
+        Qwen3NextConfig,
+        {**SMALL, **HYBRID, "tie_word_embeddings": False, "num_experts": 6,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+        dict(dtype="bfloat16", rows=(150, 17), max_seq_len=256, float64=True),
+        [],
+    ),
 }  # fmt: skip
 
 
@@ -284,6 +309,30 @@ def make_rows(case, vocab_size, lengths):
 @torch.no_grad()
 def logits_of(model, rows):
     return [model(torch.tensor([row])).logits[0].double().numpy() for row in rows]
+
+
+@contextlib.contextmanager
+def float64_throughout():
+    """Keeps what is float64 from being rounded to float32 on the way, as transformers does in norms,
+    routers and the delta rule."""
+    to, to_float, softmax = torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax
+
+    def keep(x, *args, **kwargs):
+        narrows = torch.float32 in args or kwargs.get("dtype") is torch.float32
+        return x if x.dtype is torch.float64 and narrows else to(x, *args, **kwargs)
+
+    def wide_softmax(x, *args, **kwargs):
+        if x.dtype is torch.float64:
+            kwargs.pop("dtype", None)
+        return softmax(x, *args, **kwargs)
+
+    torch.Tensor.to = keep
+    torch.Tensor.float = lambda x: x if x.dtype is torch.float64 else to_float(x)
+    torch.nn.functional.softmax = wide_softmax
+    try:
+        yield
+    finally:
+        torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax = to, to_float, softmax
 
 
 def legacy_config(folder):
@@ -353,8 +402,8 @@ def rms_difference(a, b):
     return float(np.sqrt(np.mean((np.concatenate(a) - np.concatenate(b)) ** 2)))
 
 
-def write_golden(folder, case, model, store, rows, logits, exact, rounded, gguf_types):
-    np.concatenate(logits).astype("<f4").tofile(folder / "logits.f32")
+def write_golden(folder, case, model, store, rows, kept, exact, logits, rounded, gguf_types):
+    np.concatenate(kept).astype("<f4").tofile(folder / "logits.f32")
     golden = {
         "script": "tools/golden/make_checkpoints.py",
         "seed": SEED,
@@ -375,7 +424,7 @@ def write_golden(folder, case, model, store, rows, logits, exact, rounded, gguf_
         "oracle_noise": float(max(np.abs(a - b).max() for a, b in zip(logits, exact, strict=True))),
         # Root mean square of what transformers in bfloat16 differs by: the bar for backends that
         # round activations to it.
-        "bfloat16_rms": rms_difference(rounded, logits),
+        "bfloat16_rms": rms_difference(rounded, kept),
         "largest_logit": float(max(np.abs(a).max() for a in logits)),
         "hf": store.get("keep_hf", True),
         "weights_from": store.get("weights_from"),
@@ -402,14 +451,23 @@ def make_case(case, extra_gguf=None):
         shutil.rmtree(folder / "hf")
     rows = make_rows(case, config.vocab_size, store.get("rows", (48, 17)))
     logits = logits_of(model, rows)
-    exact = logits_of(copy.deepcopy(model).double(), rows)
+    wide = copy.deepcopy(model).double()
+    if store.get("float64"):
+        # The angles of rope are float32 in every precision, as models were trained.
+        wide.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq
+        with float64_throughout():
+            exact = logits_of(wide, rows)
+    else:
+        exact = logits_of(wide, rows)
     rounded = logits_of(copy.deepcopy(model).bfloat16(), rows)
     sensitivity = check_sensitivity(model, tensors, rows, logits)
     for kind in gguf_types:
         gguf_export.export(folder / f"{kind.lower()}.gguf", config, tensors, kind)
     if extra_gguf and config.rope_parameters.get("rope_type", "dynamic") != "dynamic":
         gguf_export.export(extra_gguf / f"{case.replace('/', '-')}-f32.gguf", config, tensors, "F32")
-    golden = write_golden(folder, case, model, store, rows, logits, exact, rounded, gguf_types)
+    # Where float32 itself is far from exact, the golden is the exact one.
+    kept = exact if store.get("float64") else logits
+    golden = write_golden(folder, case, model, store, rows, kept, exact, logits, rounded, gguf_types)
     print(
         f"{case:16} noise {golden['oracle_noise']:.1e} bf16 {golden['bfloat16_rms']:.1e} largest {golden['largest_logit']:.2f} "
         f"least sensitive {sensitivity[1]} {sensitivity[0]:.2f}"

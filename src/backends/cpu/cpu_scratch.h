@@ -17,9 +17,6 @@ inline constexpr int kScoreTile = 16;
 // handing them over.
 inline constexpr int kOwnTokens = 2;
 
-// Inputs that an output of a short convolution may read.
-inline constexpr int kMaxConvTaps = 16;
-
 // Byte offsets into the scratch.
 struct CpuScratch {
   std::size_t slots = 0;  // [T] int32: cache slot of each token

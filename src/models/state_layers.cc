@@ -1,0 +1,116 @@
+#include "models/state_layers.h"
+
+namespace pianola {
+namespace {
+
+constexpr float kUnitEps = 1e-6F;  // of the keys' and queries' lengths, in every reference
+
+// q, k, v and z lie side by side in the rows of each key head, beta and decay likewise.
+void declare_fused_projections(TableBuilder& table, const ModelConfig& c, StateLayerWeights& w) {
+  const StateLayerConfig& s = c.state;
+  const std::int64_t share = s.heads / s.key_heads;  // value heads of a key head
+  const std::int64_t values = share * s.value_dim;
+  const std::int64_t stride = 2 * s.key_dim + 2 * values;
+  const Shape qkvz{s.key_heads * stride, c.hidden_size};
+  const auto keys = [&](std::int64_t begin) {
+    return RowSlice{begin, s.key_dim, stride, s.key_heads * s.key_dim};
+  };
+  const auto of_values = [&](std::int64_t begin) {
+    return RowSlice{begin, values, stride, s.value_width()};
+  };
+  w.qkv = table.sliced_matrix(Part::kLinearQkv, Part::kLinearQkvz, qkvz,
+                              {keys(0), keys(s.key_dim), of_values(2 * s.key_dim)});
+  w.z = table.sliced_matrix(Part::kLinearZ, Part::kLinearQkvz, qkvz,
+                            {of_values(2 * s.key_dim + values)});
+  const Shape ba{2 * s.heads, c.hidden_size};
+  w.beta = table.sliced_matrix(Part::kLinearBeta, Part::kLinearBetaDecay, ba,
+                               {{0, share, 2 * share, s.heads}});
+  w.decay = table.sliced_matrix(Part::kLinearDecay, Part::kLinearBetaDecay, ba,
+                                {{share, share, 2 * share, s.heads}});
+}
+
+}  // namespace
+
+StateSpec state_spec(const ModelConfig& config) {
+  const StateLayerConfig& s = config.state;
+  return {.heads = static_cast<int>(s.heads),
+          .key_dim = static_cast<int>(s.key_dim),
+          .value_dim = static_cast<int>(s.value_dim),
+          .conv_width = static_cast<int>(s.conv_width()),
+          .conv_taps = static_cast<int>(s.conv_taps)};
+}
+
+StateLayerWeights declare_state_layer(TableBuilder& table, const ModelConfig& c) {
+  const StateLayerConfig& s = c.state;
+  StateLayerWeights w;
+  if (s.fused_projections) {
+    declare_fused_projections(table, c, w);
+  } else {
+    w.qkv = table.matrix(Part::kLinearQkv, s.conv_width(), c.hidden_size);
+    w.z = table.matrix(Part::kLinearZ, s.value_width(), c.hidden_size);
+    w.beta = table.matrix(Part::kLinearBeta, s.heads, c.hidden_size);
+    w.decay = table.matrix(Part::kLinearDecay, s.heads, c.hidden_size);
+  }
+  // [conv_width, 1, taps] in the checkpoint; one tap of all channels after the other here.
+  std::vector<RowSlice> taps;
+  for (std::int64_t j = 0; j < s.conv_taps; ++j)
+    taps.push_back({j, 1, s.conv_taps, s.conv_width()});
+  w.conv = table.sliced_vector(Part::kLinearConv, Shape{s.conv_width(), 1, s.conv_taps},
+                               std::move(taps));
+  w.a_log = table.vector(Part::kLinearALog, s.heads);
+  w.dt_bias = table.vector(Part::kLinearDtBias, s.heads);
+  w.norm = table.vector(Part::kLinearNorm, s.value_dim);
+  w.out = table.matrix(Part::kLinearOut, c.hidden_size, s.value_width());
+  return w;
+}
+
+StateBuffers state_buffers(Recorder& r, const ModelConfig& config) {
+  const StateLayerConfig& s = config.state;
+  if (s.mixers.empty()) return {};
+  const auto buffer = [&r](const char* name, std::int64_t width) {
+    return r.buffer(name, Extent::kTokens, width);
+  };
+  return {.projected = buffer("qkv", s.conv_width()),
+          .convolved = buffer("convolved", s.conv_width()),
+          .gate = buffer("z", s.value_width()),
+          .beta = buffer("beta", s.heads),
+          .decay = buffer("decay", s.heads),
+          .mixed = buffer("mixed_values", s.value_width())};
+}
+
+void record_state_layer(Recorder& r, const ModelConfig& config, const LayerWeights& w,
+                        const StateBuffers& buffers, StateId state, BufferId x, BufferId residual,
+                        BufferId out) {
+  const StateLayerWeights& s = w.state;
+  const auto eps = static_cast<float>(config.rms_norm_eps);
+  const auto project = [&](WeightId weight, BufferId to) {
+    r.record(
+        LinearOp{.in = x, .norm = RmsNorm{w.attention_norm, eps}, .weight = weight, .out = to});
+  };
+  project(s.qkv, buffers.projected);
+  project(s.z, buffers.gate);
+  project(s.beta, buffers.beta);
+  project(s.decay, buffers.decay);
+  r.record(ShortConvOp{.in = buffers.projected,
+                       .weight = s.conv,
+                       .activation = Activation::kSilu,
+                       .state = state,
+                       .out = buffers.convolved});
+  r.record(DeltaRuleOp{.qkv = buffers.convolved,
+                       .decay = buffers.decay,
+                       .beta = buffers.beta,
+                       .a_log = s.a_log,
+                       .dt_bias = s.dt_bias,
+                       .key_heads = static_cast<std::int32_t>(config.state.key_heads),
+                       .eps = kUnitEps,
+                       .state = state,
+                       .out = buffers.mixed});
+  r.record(GatedNormOp{.in = buffers.mixed,
+                       .gate = buffers.gate,
+                       .norm = {s.norm, eps},
+                       .group = static_cast<std::int32_t>(config.state.value_dim),
+                       .out = buffers.mixed});
+  r.record(LinearOp{.in = buffers.mixed, .weight = s.out, .residual = residual, .out = out});
+}
+
+}  // namespace pianola
