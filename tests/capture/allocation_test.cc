@@ -48,21 +48,13 @@ void* realloc(void* block, std::size_t size) {
 namespace pianola {
 namespace {
 
-std::filesystem::path any_gguf(const std::string& form) {
-  for (const ModelGolden& golden : read_all_goldens()) {
-    for (const GoldenFile& file : golden.files) {
-      if (file.form == form && file.weights_from.empty()) return file.path;
-    }
-  }
-  return {};
-}
-
-class AllocationTest : public testing::TestWithParam<const char*> {};
+// A backend, and a file below the folder of the models' goldens.
+class AllocationTest : public testing::TestWithParam<std::pair<const char*, const char*>> {};
 
 TEST_P(AllocationTest, DecodingAllocatesNothing) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";
-  const auto model = CausalModel::open(any_gguf("q8_0"));
-  Engine engine(model, {.backend = GetParam(), .threads = 2, .max_seq_len = 512, .slots = 3});
+  const auto model = CausalModel::open(golden_folder() / GetParam().second);
+  Engine engine(model, {.backend = GetParam().first, .threads = 2, .max_seq_len = 512, .slots = 3});
   RowOptions options;
   options.sampling.temperature = 0.7F;
   options.sampling.top_k = 40;
@@ -89,7 +81,11 @@ TEST_P(AllocationTest, DecodingAllocatesNothing) {
   EXPECT_EQ(tokens, 900U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest, testing::Values("reference", "cpu"));
+INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest,
+                         testing::Values(std::pair("reference", "llama/tied/q8_0.gguf"),
+                                         std::pair("cpu", "llama/tied/q8_0.gguf"),
+                                         std::pair("reference", "qwen3_moe/all/f16.gguf"),
+                                         std::pair("cpu", "qwen3_moe/all/f16.gguf")));
 
 TEST(AllocationCounter, Counts) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";
