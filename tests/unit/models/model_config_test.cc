@@ -113,9 +113,12 @@ constexpr std::string_view kQwen3Moe =
 constexpr std::string_view kGptOss =
     R"("model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2)";
 
-// An object of `base`'s fields and more.
+// An object of `base`'s fields with those of `more` put over them.
 std::string with(std::string_view base, const std::string& more = "") {
-  return "{" + std::string(base) + (more.empty() ? "" : ", " + more) + "}";
+  boost::json::value fields = parse_json("{" + std::string(base) + "}", "base");
+  const boost::json::value edit = parse_json("{" + more + "}", "more");
+  for (const auto& [key, value] : edit.as_object()) fields.as_object()[key] = value;
+  return boost::json::serialize(fields);
 }
 
 TEST(HfConfigTest, Qwen3Moe) {
