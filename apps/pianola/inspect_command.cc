@@ -142,6 +142,11 @@ boost::json::object config_json(const CausalModel& model) {
   o["vocab_size"] = c.vocab_size;
   o["hidden_size"] = c.hidden_size;
   o["intermediate_size"] = c.intermediate_size;
+  if (c.experts.num_experts > 0) {
+    o["num_experts"] = c.experts.num_experts;
+    o["num_experts_per_tok"] = c.experts.num_experts_per_tok;
+    o["moe_intermediate_size"] = c.experts.moe_intermediate_size;
+  }
   o["num_hidden_layers"] = c.num_hidden_layers;
   o["num_attention_heads"] = c.num_attention_heads;
   o["num_key_value_heads"] = c.num_key_value_heads;

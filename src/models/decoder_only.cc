@@ -216,6 +216,21 @@ ExpertBuffers expert_buffers(Recorder& r, const ModelConfig& config) {
   return buffers;
 }
 
+void record_mlp(Recorder& r, const ModelConfig& config, const LayerWeights& w, BufferId x,
+                BufferId residual, BufferId out) {
+  r.record(GatedMlpOp{.in = x,
+                      .norm = {w.mlp_norm, static_cast<float>(config.rms_norm_eps)},
+                      .gate = w.gate,
+                      .up = w.up,
+                      .down = w.down,
+                      .gate_bias = w.gate_bias,
+                      .up_bias = w.up_bias,
+                      .down_bias = w.down_bias,
+                      .activation = config.hidden_act,
+                      .residual = residual,
+                      .out = out});
+}
+
 void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& w,
                     const ExpertBuffers& buffers, BufferId x, BufferId residual, BufferId out) {
   const RmsNorm norm{w.mlp_norm, static_cast<float>(config.rms_norm_eps)};
@@ -330,17 +345,7 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
     if (w.router.valid()) {
       record_experts(r, config, w, routing, x, residual, target);
     } else {
-      r.record(GatedMlpOp{.in = x,
-                          .norm = {w.mlp_norm, eps},
-                          .gate = w.gate,
-                          .up = w.up,
-                          .down = w.down,
-                          .gate_bias = w.gate_bias,
-                          .up_bias = w.up_bias,
-                          .down_bias = w.down_bias,
-                          .activation = config.hidden_act,
-                          .residual = residual,
-                          .out = target});
+      record_mlp(r, config, w, x, residual, target);
     }
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_mlp_norm, eps}, .residual = x, .out = x});

@@ -50,27 +50,22 @@ void* realloc(void* block, std::size_t size) {
 namespace pianola {
 namespace {
 
-std::filesystem::path any_gguf(const std::string& form) {
-  for (const ModelGolden& golden : read_all_goldens()) {
-    for (const GoldenFile& file : golden.files) {
-      if (file.form == form && file.weights_from.empty()) return file.path;
-    }
-  }
-  return {};
-}
-
-using Case = std::pair<std::string, std::string>;  // backend, type of cache
+struct Case {
+  const char* backend;
+  const char* file;  // below the folder of the models' goldens
+  const char* cache_type = "f16";
+};
 
 class AllocationTest : public testing::TestWithParam<Case> {};
 
 TEST_P(AllocationTest, DecodingAllocatesNothing) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";
-  const auto model = CausalModel::open(any_gguf("q8_0"));
-  Engine engine(model, {.backend = GetParam().first,
+  const auto model = CausalModel::open(golden_folder() / GetParam().file);
+  Engine engine(model, {.backend = GetParam().backend,
                         .threads = 2,
                         .max_seq_len = 512,
                         .slots = 3,
-                        .cache_type = GetParam().second});
+                        .cache_type = GetParam().cache_type});
   RowOptions options;
   options.sampling.temperature = 0.7F;
   options.sampling.top_k = 40;
@@ -98,8 +93,14 @@ TEST_P(AllocationTest, DecodingAllocatesNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest,
-                         testing::Values(Case{"reference", "f16"}, Case{"cpu", "f16"},
-                                         Case{"cpu", "int8"}, Case{"cpu", "fp8"}));
+                         testing::Values(Case{"reference", "llama/tied/q8_0.gguf"},
+                                         Case{"cpu", "llama/tied/q8_0.gguf"},
+                                         Case{"cpu", "llama/tied/q8_0.gguf", "int8"},
+                                         Case{"cpu", "llama/tied/q8_0.gguf", "fp8"},
+                                         Case{"reference", "qwen3_moe/all/f16.gguf"},
+                                         Case{"cpu", "qwen3_moe/all/f16.gguf"},
+                                         Case{"reference", "qwen3_5/hybrid/hf"},
+                                         Case{"cpu", "qwen3_5/hybrid/hf"}));
 
 TEST(AllocationCounter, Counts) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";

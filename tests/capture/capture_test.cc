@@ -21,7 +21,9 @@ namespace {
 struct Case {
   std::string backend;
   std::string isa;
-  std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window
+  std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window;
+                     // "experts": with that, sinks and a mixture of experts; "hybrid": with layers
+                     // of linear attention, "exact": and their states kept
   std::string cache_type = "f16";
 };
 
@@ -36,11 +38,14 @@ std::vector<Case> cases() {
   }
   std::vector<Case> all = {{"reference", "", "f32"},
                            {"reference", "", "window"},
+                           {"reference", "", "experts"},
+                           {"reference", "", "hybrid"},
+                           {"reference", "", "exact"},
                            {"reference", "", "f32", "int8"},
                            {"reference", "", "window", "int8"},
                            {"reference", "", "f32", "fp8"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
-    for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window"})
+    for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window", "experts", "hybrid", "exact"})
       all.push_back({"cpu", cpu::isa_name(isa), form});
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "window", "int8"});
@@ -80,6 +85,14 @@ class CaptureTest : public testing::TestWithParam<Case> {
       model_ = windowed_model();
       return;
     }
+    if (GetParam().form == "experts") {
+      model_ = CausalModel::open(golden_folder() / "gpt_oss" / "mixed" / "hf");
+      return;
+    }
+    if (GetParam().form == "hybrid" || GetParam().form == "exact") {
+      model_ = CausalModel::open(golden_folder() / "qwen3_5" / "hybrid" / "hf");
+      return;
+    }
     const auto path = checkpoint_of_form(GetParam().form);
     ASSERT_FALSE(path.empty()) << "no llama golden in form " << GetParam().form;
     model_ = CausalModel::open(path);
@@ -109,6 +122,7 @@ class CaptureTest : public testing::TestWithParam<Case> {
                            .slots = slots,
                            .chunk = chunk,
                            .cache_type = GetParam().cache_type,
+                           .exact_rollback = GetParam().form == "exact",
                            .eager = eager_,
                            .dependent_launch = dependent_launch_,
                            .batch_invariant = true});
@@ -123,6 +137,12 @@ class CaptureTest : public testing::TestWithParam<Case> {
           (state >> 8) % static_cast<std::uint32_t>(model_->config().vocab_size)));
     }
     return tokens;
+  }
+
+  // Whether a row of this model cannot go back to any of its tokens.
+  static bool forgets() {
+    const std::string& form = GetParam().form;
+    return form == "window" || form == "experts" || form == "hybrid" || form == "exact";
   }
 
   static RowOptions options(std::uint64_t seed, int max_length) {
@@ -166,6 +186,20 @@ class CaptureTest : public testing::TestWithParam<Case> {
             take(scales + index * scale, scale);
           }
         }
+      }
+    }
+    for (const StateView& view : EngineTestAccess::impl(engine).states) {
+      const auto take = [&](const float* from, std::size_t count) {
+        const auto taken = EngineTestAccess::read(engine, reinterpret_cast<const std::byte*>(from),
+                                                  count * sizeof(float));
+        bytes.insert(bytes.end(), taken.begin(), taken.end());
+      };
+      for (int head = 0; head < view.spec.heads; ++head) {
+        take(view.interval > 1 ? view.newest_at(row, head) : view.anchor_at(row, head, length),
+             view.spec.state_size());
+      }
+      for (int i = 1; i < view.spec.conv_taps && i <= length; ++i) {
+        take(view.conv_at(row, length - i), static_cast<std::size_t>(view.spec.conv_width));
       }
     }
     return bytes;
@@ -284,10 +318,12 @@ TEST_P(CaptureTest, GoingBackAndAppendingAgainGivesTheSameBits) {
   while (engine.has_work()) record(engine.step(), first);
   for (const int keep : {0, 1, 63, 64, 65, 129, 130, 150, 160, 180, 198}) {
     const std::vector<TokenId> all(engine.history(row).begin(), engine.history(row).end());
-    const int least = static_cast<int>(all.size()) - engine.max_rewind(row);
-    if (keep > 0 && keep < least) {
-      EXPECT_EQ(GetParam().form, "window");
-      expect_error(ErrorCode::kContextOverflow, "sliding windows",
+    if (const int kept = engine.keepable(row, keep); kept != keep) {
+      EXPECT_LT(keep, static_cast<int>(all.size()) - engine.max_rewind(row));
+      EXPECT_LT(kept, keep);
+      EXPECT_EQ(engine.keepable(row, kept), kept);
+      EXPECT_TRUE(forgets()) << "kept " << keep;
+      expect_error(ErrorCode::kContextOverflow, "have let go",
                    [&] { engine.keep_first(row, keep); });
       continue;
     }

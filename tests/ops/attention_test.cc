@@ -157,6 +157,7 @@ struct Step {
   std::vector<std::int32_t> positions;
   std::vector<std::int32_t> slots;
   std::vector<float> queries;  // [tokens, heads, head_dim]
+  std::vector<float> sinks;    // [heads], or none
 
   int tokens() const { return static_cast<int>(positions.size()); }
 };
@@ -178,6 +179,7 @@ std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int worker
   args.query_stride = width;
   args.output = output.data();
   args.output_stride = width + 8;
+  args.sinks = step.sinks.empty() ? nullptr : step.sinks.data();
   const std::size_t bytes = attention_scratch_bytes(args.cache, s.heads, step.tokens(), workers);
   Aligned<std::byte> scratch(bytes + 64);
   std::memset(scratch.get(), 0xFF, bytes + 64);
@@ -248,6 +250,11 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
         top = std::max(top, sum * scale);
       }
       double total = 0;
+      if (!step.sinks.empty()) {
+        const double sink = step.sinks[static_cast<std::size_t>(h)];
+        top = std::max(top, sink);
+        total = std::exp(sink - top);
+      }
       std::vector<double> acc(static_cast<std::size_t>(s.head_dim));
       for (int p = begin; p < length; ++p) {
         const double* value = values.data() + cache.index(slot, p, h / group);
@@ -387,6 +394,52 @@ TEST_P(Attention, AWindowSeesItsPositionsAndNoOther) {
       }
       at += tokens;
     }
+  }
+}
+
+// Sinks below, among and above the scores, with and without a window, in one split and in many.
+TEST_P(Attention, SinksJoinTheDenominatorAndNothingElse) {
+  for (const auto& [window, dtype] :
+       {std::pair(0, DType::kF32), std::pair(0, DType::kF16), std::pair(70, DType::kBF16)}) {
+    const Cache cache(
+        {.heads = 6, .kv_heads = 2, .capacity = 1024, .dtype = dtype, .window = window});
+    for (const int length : {1, 2, 64, 257, 300, 1000}) {
+      fill(cache, 0, length, GetParam(), static_cast<unsigned>(length));
+      for (const int tokens : {1, 2, std::min(length, 40)}) {
+        if (tokens > length) continue;
+        Step step = tail_step(cache, 0, length, tokens, 7);
+        const std::vector<float> without = run(cache, step, GetParam(), 1);
+        step.sinks = {-40.0F, -1.5F, 0.0F, 1.25F, 6.0F, 90.0F};
+        const std::vector<float> want = run(cache, step, GetParam(), 1);
+        expect_near(want, reference(cache, step), "length " + std::to_string(length));
+        for (const int workers : {2, 3, 16}) {
+          const std::vector<float> got = run(cache, step, GetParam(), workers);
+          ASSERT_TRUE(same_bits(got.data(), want.data(), static_cast<int>(want.size())))
+              << length << ' ' << tokens << ' ' << workers;
+        }
+        step.sinks.assign(6, -std::numeric_limits<float>::infinity());
+        const std::vector<float> none = run(cache, step, GetParam(), 2);
+        ASSERT_TRUE(same_bits(none.data(), without.data(), static_cast<int>(want.size())));
+      }
+    }
+  }
+}
+
+// Each token of a chunk and alone.
+TEST_P(Attention, SinksDoNotDependOnChunks) {
+  const Cache cache({.heads = 8, .kv_heads = 1, .capacity = 640, .window = 90});
+  constexpr int kLength = 600;
+  constexpr int kWidth = 8 * 64;
+  fill(cache, 0, kLength, GetParam(), 41);
+  Step whole = tail_step(cache, 0, kLength, 60, 42);
+  whole.sinks = random_floats(8, 43, 3.0F);
+  const std::vector<float> want = run(cache, whole, GetParam(), 2);
+  for (int t = 0; t < whole.tokens(); ++t) {
+    Step one{{whole.positions[static_cast<std::size_t>(t)]}, {0}, {}, whole.sinks};
+    one.queries.assign(whole.queries.begin() + t * kWidth,
+                       whole.queries.begin() + (t + 1) * kWidth);
+    const std::vector<float> got = run(cache, one, GetParam(), 1 + t % 3);
+    ASSERT_TRUE(same_bits(got.data(), want.data() + t * kWidth, kWidth)) << t;
   }
 }
 

@@ -100,6 +100,35 @@ TEST_P(ElementwiseKernels, RmsNormOfZerosAndNan) {
   for (const float v : y) EXPECT_TRUE(std::isnan(v));
 }
 
+TEST_P(ElementwiseKernels, AddScaledAndClampedGate) {
+  for (const int n : kLengths) {
+    Guarded x(n, static_cast<unsigned>(n), 6.0F);  // beyond the clamps on both sides
+    Guarded y(n, 5, 6.0F);
+    Guarded sum = y;
+    f_.add_scaled(x.data(), 0.3F, n, sum.data());
+    Guarded gated = x;
+    f_.gate_clamped(gated.data(), y.data(), n, gated.data());
+    for (int i = 0; i < n; ++i) {
+      const double product = x.at(i) * static_cast<double>(0.3F);
+      ASSERT_NEAR(sum.at(i), product + y.at(i), (std::abs(product) + std::abs(y.at(i))) * 2e-7);
+      const double g = std::min(x.at(i), 7.0);
+      const double u = std::clamp(y.at(i), -7.0, 7.0);
+      const double want = g / (1.0 + std::exp(-1.702 * g)) * (u + 1.0);
+      // u + 1 is rounded where u is near -1.
+      ASSERT_NEAR(gated.at(i), want, std::abs(want) * 6e-7 + std::abs(g) * 6e-8);
+    }
+  }
+  float g[] = {kNan, 1.0F, kInf, -kInf, 8.0F, 7.0F, 1000.0F, 2.0F};
+  float u[] = {1.0F, kNan, 1.0F, 1.0F, kInf, 7.0F, -kInf, -1.0F};
+  float y[8];
+  f_.gate_clamped(g, u, 8, y);
+  EXPECT_TRUE(std::isnan(y[0]) && std::isnan(y[1]));
+  EXPECT_NEAR(y[2], 14.0, 1e-3);  // as if the gate were 7
+  EXPECT_EQ(y[4], y[5]);
+  EXPECT_NEAR(y[6], -42.0, 1e-3);
+  EXPECT_EQ(y[7], 0.0F);
+}
+
 TEST_P(ElementwiseKernels, AddAndGate) {
   for (const int n : kLengths) {
     Guarded x(n, static_cast<unsigned>(n), 4.0F);

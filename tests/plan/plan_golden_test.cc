@@ -14,15 +14,20 @@
 namespace pianola {
 namespace {
 
+// Below the folder of the models' goldens.
+std::string file_of(const std::string& family) {
+  if (family == "mistral") return "mistral/full/q8_0.gguf";
+  if (family == "gpt_oss") return "gpt_oss/mixed/f16.gguf";
+  if (family == "qwen2_moe") return "qwen2_moe/shared/hf";
+  if (family == "qwen3_moe") return "qwen3_moe/some/hf";
+  return family + "/tied/q8_0.gguf";
+}
+
 class PlanGoldenTest : public testing::TestWithParam<const char*> {};
 
 TEST_P(PlanGoldenTest, DecodesOneToken) {
   const std::string family = GetParam();
-  const auto path = golden_folder() / family /
-                    (family == "llama"     ? "tied"
-                     : family == "mistral" ? "full"
-                                           : "tied") /
-                    "q8_0.gguf";
+  const auto path = golden_folder() / file_of(family);
   const auto model = CausalModel::open(path);
   const std::string text =
       Engine::plan_text(*model, {.backend = "reference", .max_seq_len = 64}, "tokens=1 ");
@@ -33,12 +38,14 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
     GTEST_SKIP() << "wrote " << golden;
   }
   EXPECT_EQ(text, read_text_file(golden, 1 << 20)) << "the Plan of " << family << " has changed";
-  EXPECT_EQ(text.find("layers.0.q_bias") != std::string::npos, family == "qwen2");
-  EXPECT_EQ(text.find("layers.0.q_norm") != std::string::npos, family == "qwen3");
+  EXPECT_EQ(text.find("layers.0.q_bias") != std::string::npos,
+            family.starts_with("qwen2") || family == "gpt_oss");
+  EXPECT_EQ(text.find("layers.0.q_norm") != std::string::npos, family.starts_with("qwen3"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, PlanGoldenTest,
-                         testing::Values("llama", "mistral", "qwen2", "qwen3"));
+                         testing::Values("llama", "mistral", "qwen2", "qwen3", "gpt_oss",
+                                         "qwen2_moe", "qwen3_moe"));
 
 }  // namespace
 }  // namespace pianola

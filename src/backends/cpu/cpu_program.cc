@@ -361,13 +361,13 @@ AttentionArgs CpuProgram::attention_args(const AttentionOp& op) const {
           .tokens = tokens(),
           .heads = op.heads,
           .scale = op.scale,
-          .sinks = bound_.vector(op.sinks),
           .positions = bound_.state().position,
           .slots = scratch<std::int32_t>(layout_.slots),
           .queries = bound_.buffer(op.q),
           .query_stride = bound_.width(op.q),
           .output = bound_.buffer(op.out),
-          .output_stride = bound_.width(op.out)};
+          .output_stride = bound_.width(op.out),
+          .sinks = bound_.vector(op.sinks)};
 }
 
 void CpuProgram::execute(const AttentionOp& op, Worker w) {

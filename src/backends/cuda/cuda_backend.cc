@@ -118,7 +118,21 @@ const char* missing_kernel(const Op& op) {
     if (mlp->activation != Activation::kSilu) return "an activation other than silu";
     return mlp->residual.valid() ? nullptr : "an MLP without a residual";
   }
-  return nullptr;
+  if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+    return attention->sinks.valid() ? "an attention sink" : nullptr;
+  }
+  const bool mixture = std::holds_alternative<RouteOp>(op) || std::holds_alternative<ExpertsOp>(op);
+  return mixture ? "a mixture of experts" : nullptr;
+}
+
+// The weight of an op by which a person finds its layer: " 'layers.3.router'".
+std::string weight_of(const Op& op, const PlanTables& tables) {
+  WeightId id;
+  if (const auto* route = std::get_if<RouteOp>(&op)) id = route->weight;
+  if (const auto* experts = std::get_if<ExpertsOp>(&op)) id = experts->gate;
+  if (const auto* attention = std::get_if<AttentionOp>(&op)) id = attention->sinks;
+  if (!id.valid()) return "";
+  return fmt::format(" '{}'", tables.weights[static_cast<std::size_t>(id.index)].name);
 }
 
 }  // namespace
@@ -126,7 +140,8 @@ const char* missing_kernel(const Op& op) {
 void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
     if (const char* missing = missing_kernel(op)) {
-      fail(ErrorCode::kUnsupported, "cuda backend: {}: {} has no kernel", op_name(op), missing);
+      fail(ErrorCode::kUnsupported, "cuda backend: {}{}: {} has no kernel", op_name(op),
+           weight_of(op, tables), missing);
     }
     if (const auto* qkv = std::get_if<QkvOp>(&op)) {
       const WeightId rope = qkv->rope.inverse_frequencies;

@@ -491,6 +491,14 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
   multiply(down_product(op), tokens(), next);
 }
 
+void StepKernels::run(const RouteOp&, std::size_t, const Launch&) const {
+  PIANOLA_CHECK(false, "route has no kernel");
+}
+
+void StepKernels::run(const ExpertsOp&, std::size_t, const Launch&) const {
+  PIANOLA_CHECK(false, "experts have no kernel");
+}
+
 LinearArgs StepKernels::gated_product(const GatedMlpOp& op) const {
   const PackedWeight gate = packed(op.gate);
   const PackedWeight up = packed(op.up);

@@ -104,6 +104,9 @@ class StepKernels {
   AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
+  // Without kernels: CudaBackend::check() has refused the Plan.
+  [[noreturn]] void run(const RouteOp& op, std::size_t index, const Launch& l) const;
+  [[noreturn]] void run(const ExpertsOp& op, std::size_t index, const Launch& l) const;
   void run(const LmHeadOp& op, std::size_t index, const Launch& l) const;
   void run(const ScoreOp& op, std::size_t index, const Launch& l) const;
   void run(const SampleOp& op, std::size_t index, const Launch& l) const;

@@ -203,6 +203,60 @@ TEST(GgufConfigTest, ReadsGemma3) {
                  "gemma3");
 }
 
+std::vector<Entry> experts(std::vector<Entry> more = {}) {
+  more.insert(more.begin(), {{"expert_count", number(8)},
+                             {"expert_used_count", number(2)},
+                             {"expert_feed_forward_length", number(32)}});
+  return more;
+}
+
+TEST(GgufConfigTest, MixturesOfExperts) {
+  const ModelConfig qwen = parse_gguf_config(metadata("qwen3moe", experts()));
+  EXPECT_EQ(qwen.experts.num_experts, 8);
+  EXPECT_EQ(qwen.experts.num_experts_per_tok, 2);
+  EXPECT_EQ(qwen.experts.moe_intermediate_size, 32);
+  EXPECT_EQ(qwen.experts.score, RouteScore::kSoftmaxOfChosen);
+  EXPECT_EQ(qwen.experts.tensors, ExpertTensors::kStacked);
+  EXPECT_FALSE(qwen.experts.bias);
+  EXPECT_TRUE(qwen.qk_norm);
+
+  const ModelConfig gpt = parse_gguf_config(
+      metadata("gpt-oss", experts({{"attention.sliding_window", number(16)},
+                                   {"rope.scaling.type", std::string("yarn")},
+                                   {"rope.scaling.factor", 32.0},
+                                   {"rope.scaling.original_context_length", number(64)}})));
+  EXPECT_TRUE(gpt.experts.bias && gpt.attention_sinks);
+  EXPECT_EQ(gpt.hidden_act, Activation::kClampedSwish);
+  EXPECT_THAT(gpt.layer_windows, ElementsAre(16, 0));
+  EXPECT_FALSE(gpt.rope.truncate);
+
+  const auto refused = [](const std::string& arch, const std::vector<Entry>& changes,
+                          ErrorCode code, const std::string& words) {
+    SCOPED_TRACE(words);
+    try {
+      parse_gguf_config(metadata(arch, changes));
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), code) << e.what();
+      EXPECT_THAT(e.what(), HasSubstr(words));
+    }
+  };
+  constexpr auto kInvalid = ErrorCode::kInvalidModel;
+  refused("qwen3moe", {}, kInvalid, "qwen3moe.expert_count");
+  refused("qwen3moe", experts({{"expert_used_count", number(9)}}), kInvalid,
+          "qwen3moe.expert_used_count");
+  refused("qwen3moe", experts({{"expert_used_count", number(0)}}), kInvalid, "expert_used_count");
+  refused("qwen3moe", experts({{"expert_feed_forward_length", number(0)}}), kInvalid,
+          "expert_feed_forward_length");
+  refused("qwen3moe", experts({{"expert_weights_scale", 2.5}}), ErrorCode::kUnsupported,
+          "expert_weights_scale");
+  refused("qwen3moe", experts({{"expert_shared_count", number(1)}}), ErrorCode::kUnsupported,
+          "expert_shared_count");
+  refused("gpt-oss", experts(), kInvalid, "gpt-oss.attention.sliding_window");
+  refused("gpt-oss", experts({{"attention.sliding_window", number(0)}}), kInvalid,
+          "gpt-oss.attention.sliding_window");
+}
+
 TEST(GgufConfigTest, WhatIsNotComputedIsRefusedByKey) {
   expect_refused({{"general.architecture", std::string("gemma2")}}, ErrorCode::kUnsupported,
                  "gemma2");

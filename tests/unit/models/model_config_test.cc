@@ -107,6 +107,103 @@ TEST(HfConfigTest, FamiliesSetTheirFlags) {
   EXPECT_TRUE(parse(R"({"model_type": "qwen3", "attention_bias": true})").output_bias);
 }
 
+constexpr std::string_view kQwen3Moe =
+    R"("model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 32)";
+constexpr std::string_view kGptOss =
+    R"("model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2)";
+
+// An object of `base`'s fields with those of `more` put over them.
+std::string with(std::string_view base, const std::string& more = "") {
+  boost::json::value fields = parse_json("{" + std::string(base) + "}", "base");
+  const boost::json::value edit = parse_json("{" + more + "}", "more");
+  for (const auto& [key, value] : edit.as_object()) fields.as_object()[key] = value;
+  return boost::json::serialize(fields);
+}
+
+TEST(HfConfigTest, Qwen3Moe) {
+  const ModelConfig config = parse(with(kQwen3Moe));
+  EXPECT_EQ(config.experts.num_experts, 8);
+  EXPECT_EQ(config.experts.num_experts_per_tok, 2);
+  EXPECT_EQ(config.experts.moe_intermediate_size, 32);
+  EXPECT_EQ(config.experts.score, RouteScore::kSoftmax);  // transformers' default
+  EXPECT_EQ(config.experts.tensors, ExpertTensors::kApart);
+  EXPECT_FALSE(config.experts.bias || config.attention_sinks);
+  EXPECT_TRUE(config.qk_norm);
+  EXPECT_EQ(config.head_dim, 16);  // unlike Qwen3's
+  EXPECT_EQ(parse(with(kQwen3Moe, R"("norm_topk_prob": true)")).experts.score,
+            RouteScore::kSoftmaxOfChosen);
+  EXPECT_EQ(parse(R"({"model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 4,
+                      "moe_intermediate_size": 8})")
+                .experts.num_experts,
+            4);
+
+  const ExpertsConfig some =
+      parse(with(kQwen3Moe, R"("num_hidden_layers": 6, "decoder_sparse_step": 2,
+                               "mlp_only_layers": [3])"))
+          .experts;
+  for (int layer = 0; layer < 6; ++layer) EXPECT_EQ(some.in_layer(layer), layer % 4 == 1) << layer;
+  EXPECT_FALSE(parse(with(kQwen3Moe, R"("num_experts": 0)")).experts.in_layer(0));
+  EXPECT_THAT(
+      parse(with(kQwen3Moe, R"("use_sliding_window": true, "sliding_window": 9)")).layer_windows,
+      ElementsAre(9, 9));
+}
+
+TEST(HfConfigTest, Qwen2MoeHasASharedExpert) {
+  const std::string base = R"("model_type": "qwen2_moe", "num_experts": 4,
+      "num_experts_per_tok": 2, "moe_intermediate_size": 8)";
+  const ModelConfig config = parse(with(base, R"("shared_expert_intermediate_size": 24)"));
+  EXPECT_EQ(config.experts.shared_expert_intermediate_size, 24);
+  EXPECT_TRUE(config.qkv_bias);
+  expect_invalid(with(base), "shared_expert_intermediate_size");
+  expect_invalid(with(base, R"("shared_expert_intermediate_size": -1)"),
+                 "shared_expert_intermediate_size");
+}
+
+TEST(HfConfigTest, GptOss) {
+  const ModelConfig config = parse(with(kGptOss, R"("num_hidden_layers": 3)"));
+  EXPECT_EQ(config.experts.num_experts, 8);
+  EXPECT_EQ(config.experts.moe_intermediate_size, 96);  // intermediate_size is that of an expert
+  EXPECT_EQ(config.experts.score, RouteScore::kSoftmaxOfChosen);
+  EXPECT_EQ(config.experts.tensors, ExpertTensors::kFused);
+  EXPECT_TRUE(config.experts.bias && config.attention_sinks);
+  EXPECT_TRUE(config.qkv_bias && config.output_bias);
+  EXPECT_EQ(config.hidden_act, Activation::kClampedSwish);
+  EXPECT_EQ(config.head_dim, 64);
+  EXPECT_THAT(config.layer_windows, ElementsAre(128, 0, 128));
+  EXPECT_EQ(config.rope.kind, RopeKind::kYarn);
+  EXPECT_EQ(config.rope.theta, 150000.0);
+  EXPECT_EQ(config.rope.factor, 32.0);
+  EXPECT_FALSE(config.rope.truncate);
+
+  const ModelConfig published = parse(with(
+      kGptOss, R"("head_dim": 32, "sliding_window": 8, "rope_theta": 1000.0, "swiglu_limit": 7.0,
+                  "layer_types": ["full_attention", "sliding_attention"],
+                  "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": false,
+                                   "original_max_position_embeddings": 32})"));
+  EXPECT_THAT(published.layer_windows, ElementsAre(0, 8));
+  EXPECT_EQ(published.rope.theta, 1000.0);
+  EXPECT_EQ(published.rope.factor, 4.0);
+  EXPECT_EQ(published.rope.original_max_position_embeddings, 32);
+}
+
+TEST(HfConfigTest, ExpertsAreChecked) {
+  expect_invalid(with(kQwen3Moe, R"("num_experts": -1)"), "config.json: num_experts");
+  expect_invalid(with(kQwen3Moe, R"("num_experts": 100000)"), "num_experts");
+  expect_invalid(with(kQwen3Moe, R"("num_experts_per_tok": 0)"), "num_experts_per_tok");
+  expect_invalid(with(kQwen3Moe, R"("num_experts_per_tok": 9)"), "num_experts_per_tok");
+  expect_invalid(with(kQwen3Moe, R"("moe_intermediate_size": 0)"), "moe_intermediate_size");
+  expect_invalid(with(kQwen3Moe, R"("decoder_sparse_step": 0)"), "decoder_sparse_step");
+  expect_invalid(with(kQwen3Moe, R"("mlp_only_layers": [2])"), "mlp_only_layers");
+  expect_invalid(with(kQwen3Moe, R"("mlp_only_layers": [-1])"), "mlp_only_layers");
+  expect_invalid(R"({"model_type": "qwen3_moe", "num_experts": 8})", "num_experts_per_tok");
+  expect_invalid(with(kGptOss, R"("num_local_experts": 5000)"), "config.json: num_local_experts");
+  expect_invalid(with(kGptOss, R"("num_experts_per_tok": 9)"), "num_experts_per_tok");
+  expect_invalid(R"({"model_type": "gpt_oss"})", "num_local_experts");
+  expect_unsupported(with(kGptOss, R"("swiglu_limit": 6.0)"), "swiglu_limit");
+  expect_unsupported(with(kGptOss, R"("quantization_config": {"quant_method": "mxfp4"})"), "MXFP4");
+}
+
 TEST(HfConfigTest, TokenIds) {
   EXPECT_THAT(parse(R"({"eos_token_id": [2, 5, 7]})").eos_token_ids, ElementsAre(2, 5, 7));
   EXPECT_EQ(parse(R"({"pad_token_id": -1})").pad_token_id, std::nullopt);

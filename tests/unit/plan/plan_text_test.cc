@@ -35,6 +35,19 @@ TEST(PlanText, SaysEverythingOfAStep) {
 )");
 }
 
+TEST(PlanText, ShowsAMixtureOfExperts) {
+  test::TinyMixture t;
+  for (const Op& op : {Op(t.route()), Op(t.experts()), Op(AdvanceOp{})}) t.recorder.record(op);
+  const std::string text = plan_text(t.recorder.finish(), t.tables.weights, t.tables.caches);
+  EXPECT_THAT(text, HasSubstr("   0 route      %routing <- %x  norm=norm eps=1e-05 router=router "
+                              "bias=router_bias top=2/5 score=softmax\n"));
+  EXPECT_THAT(text,
+              HasSubstr("   1 experts    %x <- %x[%routing] + %x  norm=norm eps=1e-05 "
+                        "gate=experts_gate up=experts_up down=experts_down of 5 act=clamped_swish "
+                        "gate_bias=experts_ff_bias up_bias=experts_ff_bias "
+                        "down_bias=experts_width_bias\n"));
+}
+
 TEST(PlanText, IsTheSameForEqualPlans) {
   test::TinyRecorder a;
   test::TinyRecorder b;

@@ -211,6 +211,69 @@ TEST(Recorder, Attention) {
   no([](AttentionOp& op, auto&) { op.out = {}; });
   no([](AttentionOp& op, auto& t) { op.out = t.x; });
   no([](AttentionOp& op, auto& t) { op.out = t.q; });  // in place
+  no([](AttentionOp& op, auto& t) { op.sinks = t.tables.head_norm; });
+  no([](AttentionOp& op, auto& t) { op.sinks = t.tables.q; });
+}
+
+TEST(Recorder, Route) {
+  const auto no = [](const std::function<void(RouteOp&, const test::TinyMixture&)>& spoil) {
+    test::TinyMixture t;
+    RouteOp op = t.route();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"recording op 0", "(route)", "expected"});
+    t.recorder.record(t.route());
+  };
+  no([](RouteOp& op, auto&) { op.in = {}; });
+  no([](RouteOp& op, auto& t) { op.in = t.odd; });
+  no([](RouteOp& op, auto& t) { op.norm->weight = t.tables.head_norm; });
+  no([](RouteOp& op, auto&) { op.weight = {}; });
+  no([](RouteOp& op, auto& t) { op.weight = t.tables.gate; });  // the role is not router
+  no([](RouteOp& op, auto& t) { op.bias = t.tables.ff_bias; });
+  no([](RouteOp& op, auto&) { op.top_k = 0; });
+  no([](RouteOp& op, auto&) { op.top_k = -1; });
+  no([](RouteOp& op, auto&) { op.top_k = 3; });  // another width than the output's
+  no([](RouteOp& op, auto&) { op.top_k = test::kExperts + 1; });
+  no([](RouteOp& op, auto&) { op.out = {}; });
+  no([](RouteOp& op, auto& t) { op.out = t.odd; });
+  no([](RouteOp& op, auto& t) { op.out = t.x; });
+  test::TinyMixture t;
+  RouteOp plain = t.route();
+  plain.norm = std::nullopt;
+  plain.bias = {};
+  t.recorder.record(plain);
+}
+
+TEST(Recorder, Experts) {
+  const auto no = [](const std::function<void(ExpertsOp&, const test::TinyMixture&)>& spoil) {
+    test::TinyMixture t;
+    t.recorder.record(t.route());
+    ExpertsOp op = t.experts();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"recording op 1", "(experts)", "expected"});
+    t.recorder.record(t.experts());
+  };
+  no([](ExpertsOp& op, auto&) { op.in = {}; });
+  no([](ExpertsOp& op, auto& t) { op.norm.weight = t.tables.head_norm; });
+  no([](ExpertsOp& op, auto&) { op.routing = {}; });
+  no([](ExpertsOp& op, auto& t) { op.routing = t.other; });  // no route has written it
+  no([](ExpertsOp& op, auto& t) { op.routing = t.odd; });
+  no([](ExpertsOp& op, auto& t) { op.gate = t.tables.gate; });  // one matrix, not a stack
+  no([](ExpertsOp& op, auto& t) { op.up = t.tables.experts_down; });
+  no([](ExpertsOp& op, auto& t) { op.down = t.tables.experts_up; });
+  no([](ExpertsOp& op, auto& t) { op.gate_bias = t.tables.ff_bias; });
+  no([](ExpertsOp& op, auto& t) { op.up_bias = t.tables.experts_width_bias; });
+  no([](ExpertsOp& op, auto& t) { op.down_bias = t.tables.experts_ff_bias; });
+  no([](ExpertsOp& op, auto& t) { op.residual = t.odd; });
+  no([](ExpertsOp& op, auto& t) { op.residual = t.routing; });
+  no([](ExpertsOp& op, auto&) { op.out = {}; });
+  no([](ExpertsOp& op, auto& t) { op.out = t.routing; });
+}
+
+TEST(Recorder, AStackIsNoMatrix) {
+  TinyRecorder t;
+  LmHeadOp head = t.head();
+  head.weight = t.tables.experts_down;
+  expect_refused([&] { t.recorder.record(head); }, {"(lm_head)", "not a stack"});
 }
 
 TEST(Recorder, GatedMlp) {

@@ -13,6 +13,9 @@ namespace pianola::test {
 inline constexpr std::int64_t kWidth = 24;
 inline constexpr std::int64_t kFf = 40;
 inline constexpr std::int64_t kVocab = 50;
+inline constexpr std::int64_t kExperts = 5;
+inline constexpr std::int64_t kExpertFf = 9;
+inline constexpr int kTopK = 2;
 inline constexpr int kHeads = 4;
 inline constexpr int kKvHeads = 2;
 inline constexpr int kDim = 8;
@@ -40,6 +43,20 @@ struct TinyTables {
   WeightId ff_bias = vector("ff_bias", kFf);
   WeightId width_bias = vector("width_bias", kWidth);
 
+  WeightId sinks = vector("sinks", kHeads);
+  WeightId router = matrix("router", kExperts, kWidth, WeightRole::kRouter);
+  WeightId router_bias = vector("router_bias", kExperts);
+  WeightId experts_gate = stack("experts_gate", kExpertFf, kWidth);
+  WeightId experts_up = stack("experts_up", kExpertFf, kWidth);
+  WeightId experts_down = stack("experts_down", kWidth, kExpertFf);
+  WeightId experts_ff_bias = vector("experts_ff_bias", kExperts* kExpertFf);
+  WeightId experts_width_bias = vector("experts_width_bias", kExperts* kWidth);
+
+  WeightId stack(std::string name, std::int64_t rows, std::int64_t cols) {
+    const WeightId id = matrix(std::move(name), rows, cols);
+    weights.back().experts = kExperts;
+    return id;
+  }
   WeightId matrix(std::string name, std::int64_t rows, std::int64_t cols,
                   WeightRole role = WeightRole::kLinear) {
     WeightDecl decl{.name = std::move(name), .role = role};
@@ -51,6 +68,40 @@ struct TinyTables {
   WeightId vector(std::string name, std::int64_t size) {
     return matrix(std::move(name), 1, size, WeightRole::kVector);
   }
+};
+
+// The ops of a mixture of experts, on a recorder of their own.
+struct TinyMixture {
+  RouteOp route() const {
+    return {.in = x,
+            .norm = RmsNorm{tables.norm, 1e-5F},
+            .weight = tables.router,
+            .bias = tables.router_bias,
+            .top_k = kTopK,
+            .score = RouteScore::kSoftmax,
+            .out = routing};
+  }
+  ExpertsOp experts() const {
+    return {.in = x,
+            .norm = {tables.norm, 1e-5F},
+            .routing = routing,
+            .gate = tables.experts_gate,
+            .up = tables.experts_up,
+            .down = tables.experts_down,
+            .gate_bias = tables.experts_ff_bias,
+            .up_bias = tables.experts_ff_bias,
+            .down_bias = tables.experts_width_bias,
+            .activation = Activation::kClampedSwish,
+            .residual = x,
+            .out = x};
+  }
+
+  TinyTables tables;
+  Recorder recorder{tables.weights, tables.caches, {.tokens = 8, .lanes = 2, .logit_rows = 2}};
+  BufferId x = recorder.buffer("x", Extent::kTokens, kWidth);
+  BufferId routing = recorder.buffer("routing", Extent::kTokens, std::int64_t{2} * kTopK);
+  BufferId other = recorder.buffer("other", Extent::kTokens, std::int64_t{2} * kTopK);
+  BufferId odd = recorder.buffer("odd", Extent::kTokens, std::int64_t{2} * kTopK + 1);
 };
 
 // A recorder with the buffers of one layer, and the ops that belong on them.

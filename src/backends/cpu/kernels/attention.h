@@ -49,13 +49,13 @@ struct AttentionArgs {
   int tokens = 0;
   int heads = 0;                            // a multiple of kv_heads
   float scale = 1.0F;                       // of the scores, usually 1 / sqrt(head_dim)
-  const float* sinks = nullptr;             // [heads] of the softmax's denominator only, or null
   const std::int32_t* positions = nullptr;  // [tokens]; < 0: padding
   const std::int32_t* slots = nullptr;      // [tokens]; tokens of one slot stand together
   const float* queries = nullptr;           // [tokens, heads, head_dim], tokens query_stride apart
   std::ptrdiff_t query_stride = 0;
   float* output = nullptr;  // [tokens, heads, head_dim], tokens output_stride apart
   std::ptrdiff_t output_stride = 0;
+  const float* sinks = nullptr;  // [heads] scores that join the softmax's denominator only, or null
 };
 
 struct AppendArgs {
