@@ -85,7 +85,7 @@ TEST_P(AllocationTest, DecodingAllocatesNothing) {
   std::size_t tokens = 0;
   for (int i = 0; i < 100; ++i) tokens += engine.step().size();
   for (int i = 0; i < 10; ++i) tokens += engine.run(10).size();
-  for (const int row : rows) engine.keep_first(row, 20);
+  for (const int row : rows) engine.drop_last(row, 8);
   for (const int row : rows) engine.append(row, prompt);  // a prompt and decode tokens in one step
   for (int i = 0; i < 100; ++i) tokens += engine.step().size();
   EXPECT_EQ(allocations.load() - before, 0U);
