@@ -71,6 +71,18 @@ void add_engine_options(Command command, ModelOptions& options) {
   add("--cache-type", engine.cache_type,
       "Numbers in the cache: " + cache_type_names() + ". Default: " + engine.cache_type,
       "PIANOLA_CACHE_TYPE", "TYPE");
+  add("--rollback-depth", engine.rollback_depth,
+      fmt::format("Last tokens of a row that can be taken back at any time. Default: {}",
+                  engine.rollback_depth),
+      "PIANOLA_ROLLBACK_DEPTH", "TOKENS");
+  flag("--exact-rollback", engine.exact_rollback,
+       "State layers keep the state after each of them: more memory, nothing to compute again",
+       "PIANOLA_EXACT_ROLLBACK");
+  add("--checkpoints", engine.checkpoints,
+      fmt::format(
+          "Older states that a row with state layers keeps, to go back further. Default: {}",
+          engine.checkpoints),
+      "PIANOLA_CHECKPOINTS", "N");
   add("-b,--chunk", options.chunk,
       fmt::format("Prompt tokens in one step; Ctrl-C waits for it. Default: {}, reference {}",
                   engine.chunk, kReferenceChunk),

@@ -18,7 +18,7 @@ constexpr int kChunk = 128;
 constexpr int kLength = 256;
 
 // What a caller can ask for, and the kind of step that it takes. Verbs without one move numbers in
-// the host's tables.
+// the host's tables, or copy the bytes of a slot.
 enum class Takes : std::uint8_t {
   kNothing,
   kChunkStep,
@@ -33,6 +33,7 @@ struct Verb {
 };
 constexpr Verb kVerbs[] = {{"open_row, append", Takes::kNothing},
                            {"keep_first, drop_last, reset", Takes::kNothing},
+                           {"fork, swap, snapshot, restore", Takes::kNothing},
                            {"step: a prompt", Takes::kChunkStep},
                            {"step: a token a row", Takes::kDecodeStep},
                            {"run, stream", Takes::kManyDecodeSteps},
@@ -104,12 +105,19 @@ const char* how_it_runs(bool on_gpu, bool captured, Takes takes) {
 struct LayerKind {
   std::string name;
   int max_seq_len = 0;
+  bool exact_rollback = false;
 };
 
-// The kinds of layer that the model has: a window counts as one only beyond its size.
+// The kinds of layer that the model has: a window counts as one only beyond its size, and state
+// layers once for each way to go back.
 std::vector<LayerKind> layer_kinds(const ModelConfig& config) {
   const std::int64_t longest = std::min<std::int64_t>(kLength, config.max_position_embeddings);
   const std::optional<std::int64_t> smallest = config.smallest_window();
+  if (!config.state.mixers.empty()) {
+    const int length = static_cast<int>(longest);
+    return {{"attention and state layers, compact rollback", length, false},
+            {"attention and state layers, exact rollback", length, true}};
+  }
   if (!smallest) return {{"full attention", static_cast<int>(longest)}};
   return {{"full attention", static_cast<int>(std::min(longest, *smallest))},
           {"sliding window", static_cast<int>(*smallest + 1)}};
@@ -132,6 +140,7 @@ std::vector<SupportEntry> support_matrix(const CausalModel& model, const EngineO
                                .slots = 2,
                                .chunk = kChunk,
                                .cache_type = dtype_name(cache_type),
+                               .exact_rollback = kind.exact_rollback,
                                .memory_limit = std::numeric_limits<std::size_t>::max()},
                               *candidate.backend, verb.takes);
           }

@@ -39,8 +39,7 @@ TEST(ExpertGroups, HoldEveryRouteOnceAndAreSharedOutWhole) {
     for (int t = 0; t < tokens; ++t) {
       for (int rank = 0; rank < top_k; ++rank) {
         const int place = groups.place(t, rank);
-        const int expert =
-            static_cast<int>(routing[static_cast<std::size_t>(t * 2 * top_k + rank)]);
+        const int expert = static_cast<int>(routing.data()[t * 2 * top_k + rank]);
         EXPECT_EQ(place < 0, expert < 0);
         if (place < 0) continue;
         const ExpertGroup& group = groups.group_of(expert);
@@ -60,18 +59,17 @@ TEST(ExpertGroups, HoldEveryRouteOnceAndAreSharedOutWhole) {
     EXPECT_LE(slots, ExpertGroups::most_slots(tokens, top_k, experts));
     for (const int workers : {1, 2, 7, 64}) {
       for (const int panels : {1, 3, 48}) {
-        std::vector<int> done(static_cast<std::size_t>(experts * panels));
+        std::vector<int> done(static_cast<std::size_t>(experts) * static_cast<std::size_t>(panels));
         for (int w = 0; w < workers; ++w) {
           groups.for_share(panels, w, workers, [&](const ExpertGroup& g, int begin, int end) {
-            for (int p = begin; p < end; ++p)
-              ++done[static_cast<std::size_t>(g.expert * panels + p)];
+            for (int p = begin; p < end; ++p) ++done.data()[g.expert * panels + p];
           });
         }
         for (int e = 0; e < experts; ++e) {
           const bool any = std::any_of(groups.all().begin(), groups.all().end(),
                                        [e](const auto& g) { return g.expert == e; });
           for (int p = 0; p < panels; ++p) {
-            ASSERT_EQ(done[static_cast<std::size_t>(e * panels + p)], any ? 1 : 0);
+            ASSERT_EQ(done.data()[e * panels + p], any ? 1 : 0);
           }
         }
       }
