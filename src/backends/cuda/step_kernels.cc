@@ -258,7 +258,6 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
     } else {
       std::visit(
           [&](const auto& o) {
-            using O = std::decay_t<decltype(o)>;
             if constexpr (requires { run(o, index, l); }) {
               run(o, index, l);
             } else {

@@ -172,5 +172,116 @@ TEST(StaticCache, IndexCoversASlotOnce) {
   EXPECT_EQ(std::count(used.begin(), used.end(), 1), static_cast<std::ptrdiff_t>(used.size()));
 }
 
+// --- State layers -------------------------------------------------------------------------------
+
+const std::vector<StateSpec> kStates = {
+    {.heads = 3, .key_dim = 4, .value_dim = 5, .conv_width = 11, .conv_taps = 4},
+    {.conv_width = 8, .conv_taps = 3}};
+
+CacheLayout states(int max_seq_len, int depth, StateRollback rollback, int checkpoints = 0) {
+  return CacheLayout(CacheSpecs({}, kStates), {.max_seq_len = max_seq_len,
+                                               .slots = 2,
+                                               .rollback_depth = depth,
+                                               .state_rollback = rollback,
+                                               .checkpoints = checkpoints});
+}
+
+TEST(StateLayout, BytesDoNotDependOnTheLength) {
+  for (const StateRollback rollback : {StateRollback::kExact, StateRollback::kCompact}) {
+    EXPECT_EQ(states(64, 8, rollback, 2).bytes_per_slot(),
+              states(1 << 24, 8, rollback, 2).bytes_per_slot());
+  }
+}
+
+TEST(StateLayout, BytesAreThoseOfTheParts) {
+  constexpr std::size_t kState = 3 * 4 * 5 * 4;  // heads, key_dim, value_dim, bytes
+  constexpr std::size_t kStep = 3 * (4 + 5 + 2) * 4;
+  // Exact: nine states, and the inputs that nine lengths need.
+  EXPECT_EQ(states(64, 8, StateRollback::kExact).bytes_per_slot(),
+            9 * kState + (3 + 8) * 11 * 4 + (2 + 8) * 8 * 4);
+  // Compact: two anchors and the newest with its three lengths; the steps of two intervals.
+  EXPECT_EQ(states(64, 8, StateRollback::kCompact).bytes_per_slot(),
+            3 * kState + 3 * 4 + 16 * kStep + (3 + 15) * 11 * 4 + (2 + 15) * 8 * 4);
+  // A checkpoint: a state, and the inputs that the next convolution reads.
+  EXPECT_EQ(states(64, 8, StateRollback::kExact, 5).bytes_per_slot() -
+                states(64, 8, StateRollback::kExact).bytes_per_slot(),
+            5 * (kState + 3 * 11 * 4 + 2 * 8 * 4));
+}
+
+// Whatever has been computed, at least `depth` tokens can be taken back, and no more is promised
+// than what is kept.
+TEST(StateLayout, TheDepthIsAlwaysKept) {
+  for (const StateRollback rollback : {StateRollback::kExact, StateRollback::kCompact}) {
+    for (const int depth : {1, 2, 5, 16}) {
+      const CacheLayout layout = states(4096, depth, rollback);
+      const StateView view = layout.state_shape(0);
+      for (int written = 0; written < 100; ++written) {
+        const int least = layout.least_kept_by_states(written);
+        EXPECT_LE(least, std::max(0, written - depth)) << depth << " of " << written;
+        EXPECT_EQ(least % view.interval, 0);
+        // All anchors from the least one on are kept, and every step since.
+        EXPECT_LE(written / view.interval - least / view.interval + 1,
+                  view.anchors + (least == 0 ? 1 : 0));
+        if (view.interval > 1) {
+          EXPECT_LE(written - least, view.step_capacity);
+        }
+        EXPECT_LE(written - least + view.spec.conv_taps - 1, view.conv_capacity);
+      }
+    }
+  }
+}
+
+TEST(StateLayout, RefusesOptionsOutOfRange) {
+  expect_error(ErrorCode::kInvalidArgument, "rollback_depth",
+               [] { states(64, -1, StateRollback::kExact); });
+  expect_error(ErrorCode::kInvalidArgument, "checkpoints",
+               [] { states(64, 1, StateRollback::kExact, -1); });
+}
+
+TEST(StateCache, RegionsDoNotOverlap) {
+  for (const StateRollback rollback : {StateRollback::kExact, StateRollback::kCompact}) {
+    const CacheLayout layout = states(64, 4, rollback, 3);
+    Arena arena;
+    const StaticCache cache(layout, arena);
+    std::vector<std::byte> memory(arena.size() + Arena::kAlignment);
+    arena.seal(memory.data());
+    std::vector<std::pair<const void*, std::size_t>> parts;
+    for (int layer = 0; layer < 2; ++layer) {
+      const StateView view = cache.state(layer);
+      const std::size_t state = view.spec.state_size() * sizeof(float);
+      for (int slot = 0; slot < 2; ++slot) {
+        for (int head = 0; head < view.spec.heads; ++head) {
+          for (int i = 0; i < view.anchors; ++i) {
+            parts.emplace_back(view.anchor_at(slot, head, i * view.interval), state);
+          }
+          for (int i = 0; i < view.step_capacity; ++i) {
+            parts.emplace_back(view.step_at(slot, head, i), view.spec.step_size() * sizeof(float));
+          }
+          if (view.interval == 1) continue;
+          parts.emplace_back(view.newest_at(slot, head), state);
+          parts.emplace_back(view.newest_length_at(slot, head), sizeof(std::int32_t));
+        }
+        for (int i = 0; i < view.conv_capacity; ++i) {
+          parts.emplace_back(view.conv_at(slot, i),
+                             static_cast<std::size_t>(view.spec.conv_width) * sizeof(float));
+        }
+        for (int i = 0; i < view.checkpoints; ++i) {
+          parts.emplace_back(
+              view.checkpoint_at(slot, i),
+              (view.spec.states_size() + view.spec.conv_inputs_size()) * sizeof(float));
+        }
+      }
+    }
+    std::sort(parts.begin(), parts.end());
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+      EXPECT_LE(static_cast<const std::byte*>(parts[i - 1].first) + parts[i - 1].second,
+                static_cast<const std::byte*>(parts[i].first));
+    }
+    EXPECT_GE(parts.front().first, memory.data());
+    EXPECT_LE(static_cast<const std::byte*>(parts.back().first) + parts.back().second,
+              memory.data() + arena.size());
+  }
+}
+
 }  // namespace
 }  // namespace pianola
