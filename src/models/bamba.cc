@@ -3,7 +3,7 @@
 // Layers of Mamba-2 (a short convolution, the state-space rule, a norm of all heads together behind
 // their gate), and attention where attn_layer_indices says so, in whose heads half of the elements
 // turn; a plain MLP in every layer.
-#include <array>
+#include <limits>
 
 #include "models/family.h"
 
@@ -19,7 +19,10 @@ std::vector<Mixer> read_mixers(const JsonObject& root, std::int64_t layers) {
   }
   std::vector<Mixer> mixers(static_cast<std::size_t>(layers), Mixer::kSsm);
   const boost::json::array* indices = root.find_array("attn_layer_indices");
-  if (!indices) return mixers;
+  if (!indices || indices->empty()) {
+    fail_unsupported(root, "attn_layer_indices",
+                     "no layer has attention; transformers cannot run such a model either");
+  }
   for (const boost::json::value& index : *indices) {
     const std::int64_t* layer = index.if_int64();
     if (!layer || *layer < 0 || *layer >= layers) {
