@@ -25,7 +25,7 @@ inline constexpr int kMasked = -1;  // in place of a token
 inline std::size_t size_of(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 inline std::vector<float> random_floats(std::size_t n, unsigned seed, float scale = 1.0F) {
-  std::mt19937 engine(seed);
+  std::minstd_rand engine(seed * 2654435761U + 1U);  // quick to seed, for every token anew
   std::normal_distribution<float> normal(0.0F, scale);
   std::vector<float> v(n);
   for (float& x : v) x = normal(engine);

@@ -218,8 +218,8 @@ constexpr Rolling kRollings[] = {{1, StateRollback::kExact},   {2, StateRollback
                                  {1, StateRollback::kCompact}, {2, StateRollback::kCompact},
                                  {5, StateRollback::kCompact}, {16, StateRollback::kCompact}};
 
-// From every length around the first multiples of the interval, by every count; then other tokens,
-// past the next multiples; and back once more.
+// From every length up to some beyond the second multiple of the interval, by every count; then
+// other tokens, past the next multiples; and back once more.
 TEST_P(StateOps, GoingBackLeavesNothingBehind) {
   for (const auto& [name, layer] : rolling_layers()) {
     const std::size_t width = size_of(layer.out_width);
