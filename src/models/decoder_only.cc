@@ -277,7 +277,7 @@ void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& 
 ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& config,
                            int max_seq_len) {
   ModelTables tables;
-  TableBuilder table(checkpoint, tables);
+  TableBuilder table(checkpoint, config.tensor_naming, tables);
   tables.embedding =
       table.matrix(Part::kEmbedding, config.vocab_size, config.hidden_size, WeightRole::kEmbedding);
   const auto rope = [&](const char* name, const RopeConfig& r) {

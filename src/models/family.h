@@ -36,6 +36,7 @@ struct Family {
   void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;
 };
 
+extern const Family kBamba;
 extern const Family kGemma3;
 extern const Family kGptOss;
 extern const Family kLlama;

@@ -21,7 +21,8 @@ namespace pianola {
 
 // Of a layer that folds tokens into a state.
 struct StateLayerWeights {
-  WeightId qkv, z, beta, decay;   // what the convolution reads; the gate; one number a head each
+  WeightId in, z;                 // what the convolution reads, and the gate
+  WeightId beta, decay;           // one number a head each; of an SSM only dt, in place of decay
   WeightId conv, conv_bias;       // [taps * conv_width], [conv_width]
   WeightId a_log, dt_bias, skip;  // [heads]
   WeightId norm, out;

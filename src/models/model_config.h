@@ -12,6 +12,7 @@
 #include <boost/json/fwd.hpp>
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -93,8 +94,18 @@ struct StateLayerConfig {
   std::int64_t key_dim = 0;
   std::int64_t value_dim = 0;
   std::int64_t conv_taps = 0;
+  bool conv_bias = false;
   bool fused_projections = false;  // q, k, v and z of a key head side by side in one tensor
+  double dt_min = 0;               // limits of Mamba-2's step size
+  double dt_max = std::numeric_limits<double>::infinity();
 
+  // What the state layers of a model are; kAttention when it has none.
+  Mixer kind() const {
+    for (const Mixer mixer : mixers) {
+      if (mixer != Mixer::kAttention) return mixer;
+    }
+    return Mixer::kAttention;
+  }
   Mixer of_layer(std::int64_t layer) const {
     return mixers.empty() ? Mixer::kAttention : mixers[static_cast<std::size_t>(layer)];
   }
@@ -103,10 +114,14 @@ struct StateLayerConfig {
   bool operator==(const StateLayerConfig&) const = default;
 };
 
+// What files of Hugging Face call the tensors of a layer.
+enum class TensorNaming : std::uint8_t { kCommon, kBamba };
+
 struct ModelConfig {
   // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text",
-  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text".
+  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "bamba".
   std::string model_type;
+  TensorNaming tensor_naming = TensorNaming::kCommon;
 
   std::int64_t vocab_size = 0;
   std::int64_t hidden_size = 0;

@@ -58,18 +58,34 @@ void check_experts(const ExpertsConfig& e, const FieldName& name) {
             kMaxWidth);
 }
 
+// What config.json calls the sizes of state layers.
+struct StateFields {
+  const char* heads;
+  const char* key_heads;
+  const char* key_dim;
+  const char* value_dim;
+  const char* conv_taps;
+};
+
+constexpr StateFields kDeltaRuleFields = {"linear_num_value_heads", "linear_num_key_heads",
+                                          "linear_key_head_dim", "linear_value_head_dim",
+                                          "linear_conv_kernel_dim"};
+constexpr StateFields kSsmFields = {"mamba_n_heads", "mamba_n_groups", "mamba_d_state",
+                                    "mamba_d_head", "mamba_d_conv"};
+
 void check_state_layers(const StateLayerConfig& s, const FieldName& name) {
   if (s.mixers.empty()) return;
-  check_int(name, "linear_num_value_heads", s.heads, 1, kMaxHeads);
-  check_int(name, "linear_num_key_heads", s.key_heads, 1, s.heads);
-  check_int(name, "linear_key_head_dim", s.key_dim, 1, kMaxHeadDim);
-  check_int(name, "linear_value_head_dim", s.value_dim, 1, kMaxHeadDim);
-  check_int(name, "linear_conv_kernel_dim", s.conv_taps, 1, kMaxConvTaps);
+  const StateFields& fields = s.kind() == Mixer::kSsm ? kSsmFields : kDeltaRuleFields;
+  check_int(name, fields.heads, s.heads, 1, kMaxHeads);
+  check_int(name, fields.key_heads, s.key_heads, 1, s.heads);
+  check_int(name, fields.key_dim, s.key_dim, 1, kMaxHeadDim);
+  check_int(name, fields.value_dim, s.value_dim, 1, kMaxHeadDim);
+  check_int(name, fields.conv_taps, s.conv_taps, 1, kMaxConvTaps);
   if (s.heads % s.key_heads != 0) {
-    fail(ErrorCode::kInvalidModel, "{}: {} does not divide {} ({})", name("linear_num_key_heads"),
-         s.key_heads, name("linear_num_value_heads"), s.heads);
+    fail(ErrorCode::kInvalidModel, "{}: {} does not divide {} ({})", name(fields.key_heads),
+         s.key_heads, name(fields.heads), s.heads);
   }
-  check_int(name, "linear_num_value_heads times linear_value_head_dim", s.conv_width(), 1,
+  check_int(name, std::string(fields.heads) + " times " + fields.value_dim, s.conv_width(), 1,
             kMaxWidth);
 }
 

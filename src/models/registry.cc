@@ -5,8 +5,8 @@
 namespace pianola {
 
 std::span<const Family* const> families() {
-  static constexpr std::array<const Family*, 10> kFamilies = {
-      &kGemma3,   &kGptOss, &kLlama,    &kMistral,   &kQwen2,
+  static constexpr std::array<const Family*, 11> kFamilies = {
+      &kBamba,    &kGemma3, &kGptOss,   &kLlama,     &kMistral, &kQwen2,
       &kQwen2Moe, &kQwen3,  &kQwen3Moe, &kQwen3Next, &kQwen35};
   return kFamilies;
 }

@@ -15,11 +15,12 @@ StateLayerWeights declare_state_layer(TableBuilder& table, const ModelConfig& co
 
 // Invalid where the model has no such layers.
 struct StateBuffers {
-  BufferId projected;    // [T, conv_width]
-  BufferId convolved;    // [T, conv_width]
-  BufferId gate;         // [T, value_width]
-  BufferId beta, decay;  // [T, heads]
-  BufferId mixed;        // [T, value_width]
+  BufferId projected;  // [T, conv_width]
+  BufferId convolved;  // [T, conv_width]
+  BufferId gate;       // [T, value_width]
+  BufferId beta;       // [T, heads], of a delta rule
+  BufferId decay;      // [T, heads], of an SSM dt
+  BufferId mixed;      // [T, value_width]
 };
 
 StateBuffers state_buffers(Recorder& r, const ModelConfig& config);

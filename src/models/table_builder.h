@@ -15,8 +15,8 @@ namespace pianola {
 // Fills the weight table from a checkpoint's tensors.
 class TableBuilder {
  public:
-  TableBuilder(const Checkpoint& checkpoint, ModelTables& tables)
-      : checkpoint_(checkpoint), tables_(tables) {}
+  TableBuilder(const Checkpoint& checkpoint, TensorNaming naming, ModelTables& tables)
+      : checkpoint_(checkpoint), naming_(naming), tables_(tables) {}
 
   void set_layer(std::int64_t layer) { layer_ = layer; }
 
@@ -57,9 +57,7 @@ class TableBuilder {
     decl.slices = std::move(slices);
     return push(std::move(decl));
   }
-  bool has(Part part) const {
-    return checkpoint_.find(tensor_name(checkpoint_.format(), part, layer_)) != nullptr;
-  }
+  bool has(Part part) const { return checkpoint_.find(name_of(part)) != nullptr; }
 
   // Matrices [rows, cols] of all experts, as GGUF keeps them or as Hugging Face does.
   WeightId stack(ExpertTensors tensors, Part part, std::int64_t experts, std::int64_t rows,
@@ -110,6 +108,9 @@ class TableBuilder {
   }
 
  private:
+  std::string name_of(Part part) const {
+    return tensor_name(checkpoint_.format(), part, layer_, naming_);
+  }
   static std::int64_t total(const std::vector<RowSlice>& slices) {
     std::int64_t rows = 0;
     for (const RowSlice& slice : slices) rows += slice.count;
@@ -135,7 +136,7 @@ class TableBuilder {
     return decl;
   }
   const TensorInfo& checked(Part part, const Shape& shape) const {
-    return checked(tensor_name(checkpoint_.format(), part, layer_), shape);
+    return checked(name_of(part), shape);
   }
   const TensorInfo& checked(const std::string& name, const Shape& shape) const {
     const TensorInfo& tensor = checkpoint_.get(name);
@@ -163,6 +164,7 @@ class TableBuilder {
   }
 
   const Checkpoint& checkpoint_;
+  TensorNaming naming_;
   ModelTables& tables_;
   std::int64_t layer_ = 0;
 };

@@ -18,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 55> kNames = {{
+constexpr std::array<Names, 66> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -74,19 +74,55 @@ constexpr std::array<Names, 55> kNames = {{
     {true, "linear.dt_bias", "", "linear_attn.dt_bias"},
     {true, "linear.norm", "", "linear_attn.norm.weight"},
     {true, "linear.out_proj", "", "linear_attn.out_proj.weight"},
+    {true, "ssm.xbc_proj", "", ""},
+    {true, "ssm.z_proj", "", ""},
+    {true, "ssm.dt_proj", "", ""},
+    {true, "ssm.in_proj", "", "mamba.in_proj.weight"},
+    {true, "ssm.conv", "", "mamba.conv1d.weight"},
+    {true, "ssm.conv_bias", "", "mamba.conv1d.bias"},
+    {true, "ssm.a_log", "", "mamba.A_log"},
+    {true, "ssm.dt_bias", "", "mamba.dt_bias"},
+    {true, "ssm.skip", "", "mamba.D"},
+    {true, "ssm.norm", "", "mamba.norm.weight"},
+    {true, "ssm.out_proj", "", "mamba.out_proj.weight"},
+}};
+
+struct OtherName {
+  TensorNaming naming;
+  Part part;
+  std::string_view hugging_face;
+};
+
+constexpr std::array<OtherName, 8> kOtherNames = {{
+    {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
+    {TensorNaming::kBamba, Part::kUp, "feed_forward.up_proj.weight"},
+    {TensorNaming::kBamba, Part::kDown, "feed_forward.down_proj.weight"},
+    {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
+    {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
+    {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
 
+std::string_view hugging_face_name(Part part, TensorNaming naming) {
+  for (const OtherName& other : kOtherNames) {
+    if (other.naming == naming && other.part == part) return other.hugging_face;
+  }
+  return names_of(part).hugging_face;
+}
+
 }  // namespace
 
-std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer) {
+std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
+                        TensorNaming naming) {
   const Names& names = names_of(part);
   if (format == Checkpoint::Format::kGguf) {
     return names.in_layer ? fmt::format("blk.{}.{}", layer, names.gguf) : std::string(names.gguf);
   }
-  return names.in_layer ? fmt::format("model.layers.{}.{}", layer, names.hugging_face)
-                        : std::string(names.hugging_face);
+  const std::string_view name = hugging_face_name(part, naming);
+  return names.in_layer ? fmt::format("model.layers.{}.{}", layer, name) : std::string(name);
 }
 
 std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "models/model_config.h"
 #include "weights/checkpoint.h"
 
 namespace pianola {
@@ -67,10 +68,23 @@ enum class Part : std::uint8_t {
   kLinearDtBias,
   kLinearNorm,
   kLinearOut,
+  // State-space layers.
+  kSsmXbc,  // no tensors of their own: rows of kSsmIn
+  kSsmZ,
+  kSsmDt,
+  kSsmIn,
+  kSsmConv,
+  kSsmConvBias,
+  kSsmALog,
+  kSsmDtBias,
+  kSsmSkip,
+  kSsmNorm,
+  kSsmOut,
 };
 
 // The name in a checkpoint; `layer` is not used by parts outside the layers.
-std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer = 0);
+std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer = 0,
+                        TensorNaming naming = TensorNaming::kCommon);
 // Of a part that checkpoints keep in one tensor for each expert.
 std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
                                std::int64_t expert);

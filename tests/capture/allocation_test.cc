@@ -92,15 +92,15 @@ TEST_P(AllocationTest, DecodingAllocatesNothing) {
   EXPECT_EQ(tokens, 900U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest,
-                         testing::Values(Case{"reference", "llama/tied/q8_0.gguf"},
-                                         Case{"cpu", "llama/tied/q8_0.gguf"},
-                                         Case{"cpu", "llama/tied/q8_0.gguf", "int8"},
-                                         Case{"cpu", "llama/tied/q8_0.gguf", "fp8"},
-                                         Case{"reference", "qwen3_moe/all/f16.gguf"},
-                                         Case{"cpu", "qwen3_moe/all/f16.gguf"},
-                                         Case{"reference", "qwen3_5/hybrid/hf"},
-                                         Case{"cpu", "qwen3_5/hybrid/hf"}));
+INSTANTIATE_TEST_SUITE_P(
+    Backends, AllocationTest,
+    testing::Values(Case{"reference", "llama/tied/q8_0.gguf"}, Case{"cpu", "llama/tied/q8_0.gguf"},
+                    Case{"cpu", "llama/tied/q8_0.gguf", "int8"},
+                    Case{"cpu", "llama/tied/q8_0.gguf", "fp8"},
+                    Case{"reference", "qwen3_moe/all/f16.gguf"},
+                    Case{"cpu", "qwen3_moe/all/f16.gguf"}, Case{"reference", "qwen3_5/hybrid/hf"},
+                    Case{"cpu", "qwen3_5/hybrid/hf"}, Case{"reference", "bamba/hybrid/hf"},
+                    Case{"cpu", "bamba/hybrid/hf"}));
 
 TEST(AllocationCounter, Counts) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";

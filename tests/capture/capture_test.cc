@@ -23,7 +23,8 @@ struct Case {
   std::string isa;
   std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window;
                      // "experts": with that, sinks and a mixture of experts; "hybrid": with layers
-                     // of linear attention, "exact": and their states kept
+                     // of linear attention, "exact": and their states kept; "ssm": with layers of
+                     // Mamba-2
   std::string cache_type = "f16";
 };
 
@@ -36,17 +37,16 @@ std::vector<Case> cases() {
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
     return {{"cuda", "", "f32"}, {"cuda", "", "f16"}, {"cuda", "", "q8_0"}, {"cuda", "", "q4_0"}};
   }
-  std::vector<Case> all = {{"reference", "", "f32"},
-                           {"reference", "", "window"},
-                           {"reference", "", "experts"},
-                           {"reference", "", "hybrid"},
-                           {"reference", "", "exact"},
-                           {"reference", "", "f32", "int8"},
-                           {"reference", "", "window", "int8"},
+  std::vector<Case> all = {{"reference", "", "f32"},         {"reference", "", "window"},
+                           {"reference", "", "experts"},     {"reference", "", "hybrid"},
+                           {"reference", "", "exact"},       {"reference", "", "ssm"},
+                           {"reference", "", "f32", "int8"}, {"reference", "", "window", "int8"},
                            {"reference", "", "f32", "fp8"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
-    for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window", "experts", "hybrid", "exact"})
+    for (const char* form :
+         {"f32", "f16", "q8_0", "q4_0", "window", "experts", "hybrid", "exact", "ssm"}) {
       all.push_back({"cpu", cpu::isa_name(isa), form});
+    }
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "window", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "fp8"});
@@ -91,6 +91,10 @@ class CaptureTest : public testing::TestWithParam<Case> {
     }
     if (GetParam().form == "hybrid" || GetParam().form == "exact") {
       model_ = CausalModel::open(golden_folder() / "qwen3_5" / "hybrid" / "hf");
+      return;
+    }
+    if (GetParam().form == "ssm") {
+      model_ = CausalModel::open(golden_folder() / "bamba" / "hybrid" / "hf");
       return;
     }
     const auto path = checkpoint_of_form(GetParam().form);
@@ -142,7 +146,8 @@ class CaptureTest : public testing::TestWithParam<Case> {
   // Whether a row of this model cannot go back to any of its tokens.
   static bool forgets() {
     const std::string& form = GetParam().form;
-    return form == "window" || form == "experts" || form == "hybrid" || form == "exact";
+    return form == "window" || form == "experts" || form == "hybrid" || form == "exact" ||
+           form == "ssm";
   }
 
   static RowOptions options(std::uint64_t seed, int max_length) {

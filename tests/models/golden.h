@@ -126,7 +126,8 @@ inline std::vector<ModelGolden> read_all_goldens() {
         "llama/bias",     "llama/linear",     "llama/dynamic",    "llama/yarn",
         "llama/llama3",   "llama/q4",         "llama/smollm2",    "llama/heads64",
         "mistral/full",   "mistral/window",   "qwen2/tied",       "qwen2/window",
-        "qwen3/tied",     "qwen3/heads128",   "qwen3_5/hybrid",   "qwen3_next/experts"}) {
+        "qwen3/tied",     "qwen3/heads128",   "qwen3_5/hybrid",   "qwen3_next/experts",
+        "bamba/hybrid",   "bamba/limits"}) {
     goldens.push_back(read_golden(golden_folder() / name));
   }
   return goldens;

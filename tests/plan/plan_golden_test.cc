@@ -20,6 +20,8 @@ std::string file_of(const std::string& family) {
   if (family == "gpt_oss") return "gpt_oss/mixed/f16.gguf";
   if (family == "qwen2_moe") return "qwen2_moe/shared/hf";
   if (family == "qwen3_moe") return "qwen3_moe/some/hf";
+  if (family == "qwen3_next") return "qwen3_next/experts/hf";
+  if (family == "qwen3_5" || family == "bamba") return family + "/hybrid/hf";
   return family + "/tied/q8_0.gguf";
 }
 
@@ -40,12 +42,16 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
   EXPECT_EQ(text, read_text_file(golden, 1 << 20)) << "the Plan of " << family << " has changed";
   EXPECT_EQ(text.find("layers.0.q_bias") != std::string::npos,
             family.starts_with("qwen2") || family == "gpt_oss");
-  EXPECT_EQ(text.find("layers.0.q_norm") != std::string::npos, family.starts_with("qwen3"));
+  EXPECT_EQ(text.find(".q_norm") != std::string::npos, family.starts_with("qwen3"));
+  EXPECT_EQ(text.find("delta_rule") != std::string::npos,
+            family == "qwen3_next" || family == "qwen3_5");
+  EXPECT_EQ(text.find("ssm  ") != std::string::npos, family == "bamba");
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, PlanGoldenTest,
                          testing::Values("llama", "mistral", "qwen2", "qwen3", "gpt_oss",
-                                         "qwen2_moe", "qwen3_moe"));
+                                         "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5",
+                                         "bamba"));
 
 }  // namespace
 }  // namespace pianola

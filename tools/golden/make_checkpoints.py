@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
-    Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
+    BambaConfig, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
     Qwen3Config, Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -56,6 +56,11 @@ HYBRID = dict(
     linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
     linear_conv_kernel_dim=4,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+)  # fmt: skip
+
+MAMBA = dict(
+    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=24, mamba_d_conv=4,
+    mamba_expand=2, mamba_chunk_size=32,
 )  # fmt: skip
 
 
@@ -236,6 +241,23 @@ CASES = {
          "rope_parameters": rope(theta=1000000.0)},
         dict(dtype="bfloat16"),
         ["Q8_0"],
+    ),
+    # Heads that share B and C in groups, in rows of several of transformers' chunks.
+    "bamba/hybrid": (
+        BambaConfig,
+        {**SMALL, **MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [2]},
+        dict(dtype="float16", rows=(150, 70, 17), max_seq_len=256, float64=True),
+        [],
+    ),
+    # Step sizes that reach their limits; every bias but that of the convolution.
+    "bamba/limits": (
+        BambaConfig,
+        {**SMALL, **MAMBA, "tie_word_embeddings": True, "attn_layer_indices": [0],
+         "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_conv": 3, "mamba_d_state": 32,
+         "time_step_limit": (0.25, 1.5), "mamba_conv_bias": False, "attention_bias": True,
+         "mlp_bias": True},
+        dict(dtype="float16", rows=(70, 17), max_seq_len=128, float64=True),
+        [],
     ),
     # Three layers of linear attention to one that attends; widths of keys and values that differ.
     "qwen3_5/hybrid": (

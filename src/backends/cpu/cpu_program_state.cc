@@ -131,14 +131,17 @@ void CpuProgram::execute(const ShortConvOp& op, Worker w) {
         std::fill_n(out, count, 0.0F);
         continue;
       }
+      int source = t;  // the token whose input is read, while it is one of this step
       for (int j = 0; j < taps; ++j) {
+        while (source >= begin && s.position[source] < 0) --source;
         const float* input = nullptr;
-        if (t - j >= begin) {
-          input = in + std::int64_t{t - j} * width;
+        if (source >= begin) {
+          input = in + std::int64_t{source} * width;
         } else if (position >= j) {
           input = view.conv_at(row, position - j);
         }
         x[static_cast<std::size_t>(taps - 1 - j)] = input ? input + own.begin : nullptr;
+        --source;
       }
       states_.conv(x.data(), weight, width, taps, bias ? bias + own.begin : nullptr,
                    op.activation.has_value(), count, out);

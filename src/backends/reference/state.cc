@@ -97,11 +97,14 @@ void run(const ShortConvOp& op, const BoundPlan& bound) {
       const std::int32_t position = s.position[t];
       for (int c = 0; c < width; ++c) {
         double sum = bias ? bias[c] : 0.0;
+        std::int32_t source = t;
         for (int j = 0; position >= 0 && j < taps && j <= position; ++j) {
+          while (source >= begin && s.position[source] < 0) --source;
           // From this step, or from what an earlier one stored.
-          const float x = t - j >= begin ? bound.buffer(op.in)[std::int64_t{t - j} * width + c]
-                                         : view.conv_at(row, position - j)[c];
+          const float x = source >= begin ? bound.buffer(op.in)[std::int64_t{source} * width + c]
+                                          : view.conv_at(row, position - j)[c];
           sum += static_cast<double>(weight[(taps - 1 - j) * width + c]) * x;
+          --source;
         }
         if (op.activation) sum = gated(*op.activation, static_cast<float>(sum), 1.0F);
         out[c] = position < 0 ? 0.0F : static_cast<float>(sum);
