@@ -20,7 +20,7 @@ build_packages=(g++ cmake ninja-build libfmt-dev libboost-json1.81-dev libutf8pr
 # The packages from PyPI are brought by pip's own client.
 fetch_packages=(ca-certificates python3 python3-pip python3-venv)
 # iso-codes: text in about 150 languages for the tokenizer tests.
-test_packages=(ccache git iso-codes libgtest-dev libgmock-dev pkg-config)
+test_packages=(ccache git iso-codes libgtest-dev libgmock-dev librapidcheck-dev pkg-config)
 # clang, its tools and libFuzzer at version 19: version 14 rejects C++20 that g++ 12 accepts.
 ci_packages=(clang-19 clang-format-19 clang-tidy-19 libclang-rt-19-dev llvm-19 shellcheck)
 

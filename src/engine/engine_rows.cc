@@ -187,7 +187,8 @@ void Engine::restore(int row, const RowSnapshot& snapshot) {
   }
   const int known = static_cast<int>(snapshot.history_.size());
   const int used = std::max(header.written, header.folded);
-  if (known > max_seq_len() || used > max_seq_len()) {
+  // The last token of a full row is in no cache.
+  if (known > max_seq_len() + 1 || used > max_seq_len()) {
     fail(ErrorCode::kContextOverflow,
          "engine: the snapshot holds {} tokens and held up to {}, the slot holds {}", known, used,
          max_seq_len());

@@ -129,12 +129,15 @@ void RowTable::append(int index, std::span<const TokenId> tokens) {
                     tokens.data(), tokens.size_bytes());
   }
   const int known = static_cast<int>(total);
+  const int held = row.length;
   change(index,
-         {.length = row.length == known ? known - 1 : row.length,
+         {.length = held == known ? known - 1 : held,
           .history_length = known,
           .max_length = row.max_length,
           .status = RowStatus::kRunning},
          nullptr);
+  row.written = std::max(row.written, held);
+  row.folded = std::max(row.folded, held);
   row.history.insert(row.history.end(), tokens.begin(), tokens.end());
 }
 
