@@ -4,7 +4,6 @@
 #include <malloc.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <set>
@@ -732,33 +731,6 @@ TEST_P(PublicFailures, B160B161NothingIsRecordedAfterLoading) {
 }
 
 #ifndef PIANOLA_TEST_SANITIZED
-// The least of many steps of either; a step whose cost follows the capacity is not within 10 %
-// once.
-TEST_P(PublicFailures, B163TheTimeOfAStepFollowsTheLengthNotTheCapacity) {
-  using Clock = std::chrono::steady_clock;
-  const auto engine_of = [](int capacity) {
-    return make_engine(kFull, with([capacity](EngineOptions& e) { e.max_seq_len = capacity; }));
-  };
-  Engine engines[2] = {engine_of(512), engine_of(16384)};
-  for (Engine& engine : engines) fed(engine, 1, 256);
-  double ratio = 0;
-  for (int attempt = 0; attempt < 10; ++attempt) {
-    double least[2] = {1e9, 1e9};
-    for (int i = 0; i < 100; ++i) {
-      for (int which = 0; which < 2; ++which) {
-        const auto begin = Clock::now();
-        next_logits(engines[which], 0, 7);
-        const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-        least[which] = std::min(least[which], seconds);
-        engines[which].drop_last(0, 1);
-      }
-    }
-    ratio = least[1] / least[0];
-    if (ratio < 1.1) break;
-  }
-  EXPECT_LT(ratio, 1.1);
-}
-
 // From the third request to the hundredth the heap does not grow by the smallest block each; blocks
 // that malloc keeps for the next caller count as used, so that it may grow by a few.
 TEST_P(PublicFailures, B165B177RequestsLeaveNothingBehind) {
