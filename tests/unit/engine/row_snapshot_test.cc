@@ -24,7 +24,6 @@ EngineOptions engine_options(int slots) {
           .rollback_depth = 4,
           .checkpoints = 3};
 }
-// ----------------------------------------
 
 // An engine with a row that must not change, whatever is tried.
 class SnapshotRefusal : public testing::Test {
@@ -41,7 +40,7 @@ class SnapshotRefusal : public testing::Test {
     bytes_ = read_text_file(file_, std::size_t{1} << 30);
     say(engine_, row_, 2);
   }
-  ~SnapshotRefusal() override {
+  void TearDown() override {
     const std::vector<TokenId> known = history(engine_, row_);
     EXPECT_EQ(known.size(), 45U);
     EXPECT_EQ(engine_.status(row_), RowStatus::kRunning);
