@@ -119,7 +119,6 @@ INSTANTIATE_TEST_SUITE_P(Backends, PublicFailures, testing::Values("cpu", "refer
                          [](const auto& backend) { return std::string(backend.param); });
 
 // --- Values frozen at capture, and random numbers
-// ---------------------------------------------------
 
 TEST_P(PublicFailures, B004Int8ReadsEveryBlockThatThereIs) {
   const EngineOptions o = with([](EngineOptions& e) {
@@ -193,7 +192,6 @@ TEST_P(PublicFailures, B008ASeedCountsFromTheNextToken) {
 }
 
 // --- Padding, dummy slots, unused lanes
-// --------------------------------------------------------------
 
 TEST_P(PublicFailures, B020PaddedLanesLeaveStatesAlone) {
   for (const bool exact : {false, true}) {
@@ -356,7 +354,6 @@ TEST_P(PublicFailures, B032B138ASmallerBatchSeesNothingOfALargerOne) {
 }
 
 // --- States that are not undone
-// ------------------------------------------------------------------------
 
 TEST_P(PublicFailures, B041AHundredRewindsMoveNothing) {
   for (const char* model : {kFull, kWindow, kHybrid}) {
@@ -619,7 +616,6 @@ TEST_P(PublicFailures, B070AllAcceptedLeavesNoHole) {
 }
 
 // --- Reuse, positions and windows
-// -----------------------------------------------------------------------
 
 TEST_P(PublicFailures, B101ASecondTurnIsOneLongRun) {
   for (const char* model : {kFull, kMixed, kHybrid}) {
@@ -712,7 +708,6 @@ TEST_P(PublicFailures, B148TwentyRoundsOfAppendAndRewind) {
 }
 
 // --- Re-capture, leaks, and cost
-// ------------------------------------------------------------------------
 
 // Chunks of 16, prompts of 5 to 60 tokens, and a second call after the first: all is recorded at
 // load.
@@ -784,7 +779,6 @@ TEST_P(PublicFailures, B166B176ProgramsTakeTurns) {
 }
 
 // --- Later additions
-// --------------------------------------------------------------------------------------
 
 TEST_P(PublicFailures, B200EverySplitOfAPromptGivesTheSameState) {
   for (const bool exact : {false, true}) {
