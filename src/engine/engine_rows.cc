@@ -1,6 +1,6 @@
 // Rows: what a caller does to them between steps.
 #include <algorithm>
-#include <array>
+#include <bit>
 
 #include "backends/address_hash.h"
 #include "base/check.h"
@@ -48,11 +48,8 @@ void Engine::drop_last(int row, int n) {
 void Engine::reset(int row) { keep_first(row, 0); }
 int Engine::max_rewind(int row) const { return impl_->rows->max_rewind(row); }
 int Engine::keepable(int row, int n) const {
-  const std::size_t size = impl_->rows->row(row).history.size();
-  return n <= 0
-             ? 0
-             : impl_->rows->keepable(
-                   row, static_cast<int>(std::min<std::size_t>(size, static_cast<std::size_t>(n))));
+  const int size = static_cast<int>(impl_->rows->row(row).history.size());
+  return impl_->rows->keepable(row, std::clamp(n, 0, size));
 }
 
 bool Engine::has_work() const {
@@ -66,6 +63,12 @@ namespace {
 
 // Tokens that a row's buffers hold something of.
 int held(const RowTable::Row& row) { return std::max({row.written, row.folded, row.length}); }
+
+std::size_t total_bytes(const std::vector<SlotRegion>& regions) {
+  std::size_t bytes = 0;
+  for (const SlotRegion& region : regions) bytes += region.bytes;
+  return bytes;
+}
 
 }  // namespace
 
@@ -163,9 +166,7 @@ RowSnapshot Engine::snapshot(int row) {
                       std::max(r.folded, r.length), r.floor};
   snapshot.history_ = r.history;
   const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, held(r));
-  std::size_t bytes = 0;
-  for (const SlotRegion& region : regions) bytes += region.bytes;
-  snapshot.data_.resize(bytes);
+  snapshot.data_.resize(total_bytes(regions));
   std::byte* to = snapshot.data_.data();
   e.guarded([&] {
     for (const SlotRegion& region : regions) {
@@ -194,12 +195,10 @@ void Engine::restore(int row, const RowSnapshot& snapshot) {
          max_seq_len());
   }
   const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, used);
-  std::size_t bytes = 0;
-  for (const SlotRegion& region : regions) bytes += region.bytes;
   const auto in_order = [](std::initializer_list<int> values) {
     return std::ranges::is_sorted(values);
   };
-  if (bytes != snapshot.data_.size() || !in_order({0, header.length, known}) ||
+  if (total_bytes(regions) != snapshot.data_.size() || !in_order({0, header.length, known}) ||
       !in_order({header.length, header.written}) ||
       !in_order({0, header.floor, header.length, header.folded}) ||
       std::ranges::any_of(snapshot.history_,

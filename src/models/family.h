@@ -67,6 +67,9 @@ void parse_rope_parameters(const JsonObject& root, const JsonObject& rope,
 void set_sliding_window(const JsonObject& root, std::optional<std::int64_t> window,
                         std::int64_t first_layer, ModelConfig& config);
 
+// The same for all layers, from a key of a GGUF file.
+void set_gguf_window(const Metadata& metadata, const char* key, ModelConfig& config);
+
 // num_experts (or num_local_experts) and num_experts_per_tok.
 void parse_expert_counts(const JsonObject& root, ModelConfig& config);
 

@@ -3,7 +3,6 @@
 // Norms multiply by 1 + w (GGUF files hold the sum), and what attention and the MLP add is normed
 // first; the embedding is scaled by the root of the width; gelu by tanh; five layers of six have a
 // sliding window and a rope of their own.
-#include <algorithm>
 #include <cmath>
 
 #include "models/family.h"
@@ -73,15 +72,7 @@ void parse_gemma3(const JsonObject& root, ModelConfig& config) {
 
 void finish_gemma3_gguf(const Metadata& metadata, ModelConfig& config) {
   common(config);
-  const std::int64_t window = metadata.get_int("gemma3.attention.sliding_window");
-  if (window < 1 || window > kMaxPositions) {
-    fail(ErrorCode::kInvalidModel,
-         "metadata key 'gemma3.attention.sliding_window': expected 1 to {}, found {}",
-         kMaxPositions, window);
-  }
-  if (config.num_hidden_layers > kMaxLayers) return;  // refused by check_model_config
-  config.layer_windows.assign(
-      static_cast<std::size_t>(std::max<std::int64_t>(config.num_hidden_layers, 0)), window);
+  set_gguf_window(metadata, "gemma3.attention.sliding_window", config);
   open_layers(config, kPattern);
   config.window_rope =
       RopeConfig{.theta = metadata.find_float("gemma3.rope.freq_base_swa").value_or(kWindowTheta)};

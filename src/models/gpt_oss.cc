@@ -4,8 +4,6 @@
 // sink for each head; every second layer, from the first on, has a sliding window; rope stretched
 // by YaRN whose ramp is not cut to whole dimensions (GGUF files do not say so, and llama.cpp cuts
 // it all the same). The published weights are MXFP4, which is refused: BF16 copies run.
-#include <algorithm>
-
 #include "models/family.h"
 
 namespace pianola {
@@ -55,15 +53,7 @@ void parse_gpt_oss(const JsonObject& root, ModelConfig& config) {
 void finish_gpt_oss_gguf(const Metadata& metadata, ModelConfig& config) {
   common(config);
   config.rope.truncate = false;
-  const std::int64_t window = metadata.get_int("gpt-oss.attention.sliding_window");
-  if (window < 1 || window > kMaxPositions) {
-    fail(ErrorCode::kInvalidModel,
-         "metadata key 'gpt-oss.attention.sliding_window': expected 1 to {}, found {}",
-         kMaxPositions, window);
-  }
-  if (config.num_hidden_layers > kMaxLayers) return;  // refused by check_model_config
-  config.layer_windows.assign(
-      static_cast<std::size_t>(std::max<std::int64_t>(config.num_hidden_layers, 0)), window);
+  set_gguf_window(metadata, "gpt-oss.attention.sliding_window", config);
   open_layers(config, kPattern);
 }
 

@@ -1,4 +1,5 @@
 // ModelConfig from GGUF metadata. What the keys mean is what llama.cpp does with them.
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -240,6 +241,17 @@ FieldName gguf_field_name(const Metadata& metadata, const ArchKeys& keys) {
 }
 
 }  // namespace
+
+void set_gguf_window(const Metadata& metadata, const char* key, ModelConfig& config) {
+  const std::int64_t window = metadata.get_int(key);
+  if (window < 1 || window > kMaxPositions) {
+    fail(ErrorCode::kInvalidModel, "metadata key '{}': expected 1 to {}, found {}", key,
+         kMaxPositions, window);
+  }
+  if (config.num_hidden_layers > kMaxLayers) return;  // refused by check_model_config
+  config.layer_windows.assign(
+      static_cast<std::size_t>(std::max<std::int64_t>(config.num_hidden_layers, 0)), window);
+}
 
 ModelConfig parse_gguf_config(const Metadata& metadata) {
   const Family& family = find_family(metadata);

@@ -14,14 +14,7 @@
 #include "engine_test_access.h"
 #include "expect_error.h"
 #include "pianola/engine.h"
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define PIANOLA_TEST_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define PIANOLA_TEST_SANITIZED 1
-#endif
-#endif
+#include "sanitized.h"
 
 namespace pianola {
 namespace {

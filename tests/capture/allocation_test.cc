@@ -10,15 +10,10 @@
 #include "models/golden.h"
 #include "models/model.h"
 #include "pianola/engine.h"
+#include "sanitized.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef PIANOLA_TEST_SANITIZED
 #define PIANOLA_COUNTS_ALLOCATIONS 0
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define PIANOLA_COUNTS_ALLOCATIONS 0
-#else
-#define PIANOLA_COUNTS_ALLOCATIONS 1
-#endif
 #else
 #define PIANOLA_COUNTS_ALLOCATIONS 1
 #endif

@@ -8,17 +8,13 @@
 
 #include "base/json_reader.h"
 #include "pianola/error.h"
+#include "sanitized.h"
 #include "tokenizer/chat_template.h"
 
 namespace pianola {
 namespace {
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define PIANOLA_TEST_SANITIZED
-#endif
-#endif
-#if defined(PIANOLA_TEST_SANITIZED) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef PIANOLA_TEST_SANITIZED
 constexpr double kSlack = 20;
 #else
 constexpr double kSlack = 1;
