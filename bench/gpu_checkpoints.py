@@ -35,6 +35,21 @@ SHAPES = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
         rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True),
 }
+# Families whose layers differ in kind: made by transformers itself, with its own first weights.
+TRANSFORMERS_SHAPES = {
+    "gemma-3-1b": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
+        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256, sliding_window=512,
+        vocab_size=262144, max_position_embeddings=32768)),
+    # The layers of Qwen3-Next-80B-A3B, twelve of them, with 64 experts instead of 512.
+    "qwen3-next-like": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
+        hidden_size=2048, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=2,
+        head_dim=256, partial_rotary_factor=0.25, linear_num_value_heads=32,
+        linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4, num_experts=64, num_experts_per_tok=10,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, vocab_size=151936,
+        max_position_embeddings=262144)),
+}
 COMMON = dict(torch_dtype="bfloat16", hidden_act="silu", attention_bias=False, mlp_bias=False,
               bos_token_id=1, eos_token_id=2)
 
@@ -66,8 +81,23 @@ def tensors(config):
         yield "lm_head.weight", (config["vocab_size"], width), 1 / math.sqrt(width)
 
 
+def make_with_transformers(shape, folder, seed, layers):
+    import transformers
+    config, model, sizes = TRANSFORMERS_SHAPES[shape]
+    sizes = dict(sizes, **({"num_hidden_layers": layers} if layers else {}))
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    torch.set_default_dtype(torch.float32)
+    made.save_pretrained(folder, max_shard_size="100GB")
+    return sum(p.numel() * p.element_size() for p in made.parameters())
+
+
 def make(shape, folder, seed=1, layers=None):
     """Writes config.json and model.safetensors; returns the bytes of weights."""
+    if shape in TRANSFORMERS_SHAPES:
+        return make_with_transformers(shape, folder, seed, layers)
     config = dict(COMMON, **SHAPES[shape])
     if layers:
         config["num_hidden_layers"] = layers
@@ -88,7 +118,7 @@ def make(shape, folder, seed=1, layers=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *TRANSFORMERS_SHAPES])
     parser.add_argument("folder")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick check")
     arguments = parser.parse_args()

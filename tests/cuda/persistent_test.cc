@@ -3,6 +3,8 @@
 #include "backends/cuda/kernels/persistent.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -493,6 +495,68 @@ TEST(PersistentStep, ServesManyStepsInAnyOrder) {
     Results& expected = first[static_cast<std::size_t>(which)];
     if (expected.empty()) expected = results;
     EXPECT_EQ(difference(results, expected), "");
+  }
+}
+
+// Not a test: how long a step of two layers takes.
+TEST(PersistentTiming, TwoLayers) {
+  const Model models[] = {{.name = "Llama-3.2-1B",
+                           .hidden = 2048,
+                           .heads = 32,
+                           .kv_heads = 8,
+                           .ff = 8192,
+                           .vocab = 4096},
+                          {.name = "Qwen3-0.6B",
+                           .hidden = 1024,
+                           .heads = 16,
+                           .kv_heads = 8,
+                           .dim = 128,
+                           .ff = 3072,
+                           .vocab = 4096,
+                           .head_norms = true}};
+  const char* only = std::getenv("PIANOLA_TIMING_MODEL");
+  for (const Model& model : models) {
+    if (only && std::string(model.name).find(only) == std::string::npos) continue;
+    Layers layers(model);
+    for (const int bucket : {1, 8}) {
+      Step step{"", bucket, {}};
+      for (int r = 0; r < bucket; ++r) step.lanes.push_back({r, 400 + r});
+      layers.set(step);
+      const std::vector<PersistentOp> ops = layers.ops();
+      layers.reset();
+      const PersistentStep persistent(ops, bucket);
+      Launch launch = test_launch();
+      launch.dependent = true;
+      const auto time = [&](const auto& run) {
+        constexpr int kRounds = 50;
+        cudaEvent_t begin = nullptr;
+        cudaEvent_t end = nullptr;
+        cudaEventCreate(&begin);
+        cudaEventCreate(&end);
+        for (int i = 0; i < 10; ++i) run();
+        cudaEventRecord(begin, launch.stream);
+        for (int i = 0; i < kRounds; ++i) run();
+        cudaEventRecord(end, launch.stream);
+        cudaEventSynchronize(end);
+        float ms = 0;
+        cudaEventElapsedTime(&ms, begin, end);
+        cudaEventDestroy(begin);
+        cudaEventDestroy(end);
+        return 1000 * ms / kRounds;
+      };
+      const float one = time([&] { persistent.launch(launch); });
+      const float many = time([&] {
+        for (const PersistentOp& op : ops) {
+          if (op.attends) {
+            attend(op.attention, &op.heads, launch);
+          } else {
+            linear(op.linear, launch);
+          }
+        }
+      });
+      std::printf("%s, %d rows: %.1f us as one kernel, %.1f us as kernels of their own\n",
+                  model.name, bucket, one, many);
+    }
   }
 }
 
