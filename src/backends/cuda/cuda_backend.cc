@@ -98,12 +98,6 @@ namespace {
 
 // What the op set has and no kernel of this backend computes; null when there is nothing.
 const char* missing_kernel(const Op& op) {
-  if (const auto* embed = std::get_if<EmbedOp>(&op)) {
-    return embed->scale != 1 ? "an embedding that is scaled" : nullptr;
-  }
-  if (const auto* norm = std::get_if<NormOp>(&op)) {
-    return norm->residual.valid() ? "a norm before the residual" : nullptr;
-  }
   if (const auto* linear = std::get_if<LinearOp>(&op)) {
     return linear->norm ? "a norm before a single matrix" : nullptr;
   }
@@ -114,13 +108,6 @@ const char* missing_kernel(const Op& op) {
   if (std::holds_alternative<GateOp>(op) || std::holds_alternative<GatedNormOp>(op)) {
     return "a gate";
   }
-  if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
-    if (mlp->activation != Activation::kSilu) return "an activation other than silu";
-    return mlp->residual.valid() ? nullptr : "an MLP without a residual";
-  }
-  if (const auto* attention = std::get_if<AttentionOp>(&op)) {
-    return attention->sinks.valid() ? "an attention sink" : nullptr;
-  }
   const bool mixture = std::holds_alternative<RouteOp>(op) || std::holds_alternative<ExpertsOp>(op);
   return mixture ? "a mixture of experts" : nullptr;
 }
@@ -130,7 +117,6 @@ std::string weight_of(const Op& op, const PlanTables& tables) {
   WeightId id;
   if (const auto* route = std::get_if<RouteOp>(&op)) id = route->weight;
   if (const auto* experts = std::get_if<ExpertsOp>(&op)) id = experts->gate;
-  if (const auto* attention = std::get_if<AttentionOp>(&op)) id = attention->sinks;
   if (!id.valid()) return "";
   return fmt::format(" '{}'", tables.weights[static_cast<std::size_t>(id.index)].name);
 }
@@ -143,17 +129,6 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
       fail(ErrorCode::kUnsupported, "cuda backend: {}{}: {} has no kernel", op_name(op),
            weight_of(op, tables), missing);
     }
-    if (const auto* qkv = std::get_if<QkvOp>(&op)) {
-      const WeightId rope = qkv->rope.inverse_frequencies;
-      const std::int64_t turned = 2 * tables.weights[static_cast<std::size_t>(rope.index)].cols;
-      const int dim = tables.caches.attention[static_cast<std::size_t>(qkv->cache.index)].key_dim;
-      if (turned != dim) {
-        fail(ErrorCode::kUnsupported,
-             "cuda backend: qkv of layer cache {}: a rope that turns {} of {} elements of a head "
-             "has no kernel",
-             qkv->cache.index, turned, dim);
-      }
-    }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
     const DType dtype = tables.cache_shape.dtype;
@@ -165,13 +140,6 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     }
     const AttentionSpec& kv =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
-    if (kv.window > 0) {
-      fail(ErrorCode::kUnsupported,
-           "cuda backend: attention of layer {}: a sliding window of {} tokens that rows outgrow "
-           "has "
-           "no kernel; choose max_seq_len at most {}",
-           attention->cache.index, kv.window, kv.window);
-    }
     if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {
       fail(
           ErrorCode::kUnsupported,

@@ -200,7 +200,7 @@ void StepKernels::choose_products() {
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
       add(i, m->gate, GemmOut::kBF16, false, false);
       add(i, m->up, GemmOut::kBF16, false, false);
-      add(i, m->down, GemmOut::kF32, m->down_bias.valid(), true);
+      add(i, m->down, GemmOut::kF32, m->down_bias.valid(), m->residual.valid());
     }
   }
 }
@@ -272,6 +272,7 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
 
 void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
   embed({.table = packed(op.table),
+         .scale = op.scale,
          .out = bound_.buffer(op.out),
          .state = bound_.state(),
          .tokens = tokens()},
@@ -280,6 +281,7 @@ void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
 
 void StepKernels::run(const NormOp& op, std::size_t, const Launch& l) const {
   NormArgs args = norm_args(op.in, op.norm);
+  args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   args.out = bound_.buffer(op.out);
   rms_norm(args, l);
 }
@@ -416,6 +418,7 @@ HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
     h.k_norm_eps = op.k_norm->eps;
   }
   h.inverse_frequencies = bound_.vector(op.rope.inverse_frequencies);
+  h.turned = static_cast<int>(2 * bound_.weight(op.rope.inverse_frequencies).decl->cols);
   h.style = op.rope.style;
   h.attention_factor = op.rope.attention_factor;
   h.cache = bound_.cache(op.cache);
@@ -431,6 +434,7 @@ AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {
   args.out = bound_.buffer(op.out);
   args.heads = op.heads;
   args.scale = op.scale;
+  args.sinks = bound_.vector(op.sinks);
   args.cache = bound_.cache(op.cache);
   args.state = bound_.state();
   args.tokens = tokens();
@@ -463,10 +467,12 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
                .gate_bias = bound_.vector(op.gate_bias),
                .up_bias = bound_.vector(op.up_bias),
                .out = x,
+               .activation = op.activation,
                .width = gate.rows,
                .tokens = tokens()},
               l);
-    gemm[2].run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), bound_.buffer(op.residual),
+    const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
+    gemm[2].run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), residual,
                 bound_.buffer(op.out), workspace, l.stream);
     return;
   }
@@ -483,7 +489,12 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
     next.dependent = dependent;
     args.part[0] = {up, bound_.vector(op.up_bias), raw_up, up.rows};
     multiply(args, tokens(), next);
-    gate_f32({.gate = hidden, .up = raw_up, .out = hidden, .width = gate.rows, .tokens = tokens()},
+    gate_f32({.gate = hidden,
+              .up = raw_up,
+              .out = hidden,
+              .activation = op.activation,
+              .width = gate.rows,
+              .tokens = tokens()},
              next);
   }
   next.dependent = dependent;
@@ -504,6 +515,7 @@ LinearArgs StepKernels::gated_product(const GatedMlpOp& op) const {
   LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
   args.parts = 2;
   args.end = LinearEnd::kGated;
+  args.activation = op.activation;
   args.part[0] = {gate, bound_.vector(op.gate_bias), scratch<float>(layout_.gate), gate.rows};
   args.part[1] = {up, bound_.vector(op.up_bias), nullptr, up.rows};
   return args;
@@ -513,7 +525,7 @@ LinearArgs StepKernels::down_product(const GatedMlpOp& op) const {
   const PackedWeight down = packed(op.down);
   LinearArgs args = product_args(scratch<float>(layout_.gate), down.cols, {});
   args.part[0] = {down, bound_.vector(op.down_bias), bound_.buffer(op.out), down.rows};
-  args.residual = bound_.buffer(op.residual);
+  args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   return args;
 }
 

@@ -12,6 +12,8 @@ namespace pianola::cuda {
 
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr float kLog2e = 1.4426950408889634F;
+// Below every score: finite, so that a tile without a position multiplies by 1.
+inline constexpr float kNoScore = -1e30F;
 
 // Scratch is attend_chunk()'s two counters; attend() needs none.
 inline constexpr std::size_t kCounterBytes = 256;
@@ -113,6 +115,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// A denominator with e^sink in it; `total` is the sum of 2^(score - most). Null: no sinks.
+__device__ __forceinline__ float with_sink(const float* sinks, int head, float most, float total) {
+  if (!sinks) return total;
+  return __fadd_rn(total, exp2_approx(__fmaf_rn(__ldg(sinks + head), kLog2e, -most)));
+}
+
 // --- Addresses. ---
 
 // Element of (position, kv_head, 0) inside a slot, as cache_index() of layer_cache.h.
@@ -180,21 +188,22 @@ __device__ __forceinline__ Turn turn(int position, float frequency, float factor
           static_cast<float>(__dmul_rn(sine, factor))};
 }
 
-// The pairs lane + 32 n of a head that rope turns.
+// The pairs lane + 32 n of a head. Rope turns the first `half` ones; neighbours make the others.
 template <int N>
 struct HeadPairs {
   float a[N];
   float b[N];
 };
-__device__ __forceinline__ int pair_first(RopeStyle style, int pair) {
-  return style == RopeStyle::kHalf ? pair : 2 * pair;
+__device__ __forceinline__ int pair_first(RopeStyle style, int pair, int half) {
+  return style == RopeStyle::kHalf && pair < half ? pair : 2 * pair;
 }
 __device__ __forceinline__ int pair_second(RopeStyle style, int pair, int half) {
-  return style == RopeStyle::kHalf ? pair + half : 2 * pair + 1;
+  return style == RopeStyle::kHalf && pair < half ? pair + half : 2 * pair + 1;
 }
 
 template <int N>
-__device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, RopeStyle style) {
+__device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, RopeStyle style,
+                                                  int half) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   HeadPairs<N> x;
 #pragma unroll
@@ -202,8 +211,8 @@ __device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, Rop
     const int pair = lane + 32 * n;
     const bool inside = pair < dim / 2;
     if (style == RopeStyle::kHalf) {
-      x.a[n] = inside ? load_activation(raw + pair) : 0.0F;
-      x.b[n] = inside ? load_activation(raw + pair + dim / 2) : 0.0F;
+      x.a[n] = inside ? load_activation(raw + pair_first(style, pair, half)) : 0.0F;
+      x.b[n] = inside ? load_activation(raw + pair_second(style, pair, half)) : 0.0F;
     } else {
       const float2 both =
           inside ? __ldcg(reinterpret_cast<const float2*>(raw) + pair) : make_float2(0, 0);
@@ -215,15 +224,16 @@ __device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, Rop
 }
 // The weights of a norm, which no kernel writes; 1 without a norm.
 template <int N>
-__device__ __forceinline__ HeadPairs<N> load_norm(const float* norm, int dim, RopeStyle style) {
+__device__ __forceinline__ HeadPairs<N> load_norm(const float* norm, int dim, RopeStyle style,
+                                                  int half) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   HeadPairs<N> x;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const int pair = lane + 32 * n;
     const bool inside = norm && pair < dim / 2;
-    x.a[n] = inside ? __ldg(norm + pair_first(style, pair)) : 1.0F;
-    x.b[n] = inside ? __ldg(norm + pair_second(style, pair, dim / 2)) : 1.0F;
+    x.a[n] = inside ? __ldg(norm + pair_first(style, pair, half)) : 1.0F;
+    x.b[n] = inside ? __ldg(norm + pair_second(style, pair, half)) : 1.0F;
   }
   return x;
 }
@@ -246,15 +256,15 @@ __device__ __forceinline__ void load_frequencies(float (&frequencies)[N], const 
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const int pair = (static_cast<int>(threadIdx.x) & 31) + 32 * n;
-    frequencies[n] = pair < args.cache.key_dim / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
+    frequencies[n] = pair < args.turned / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
   }
 }
 
 // store(i, value) receives each element of the finished head.
 template <int N, typename Store>
 __device__ __forceinline__ void finish_head(const HeadPairs<N>& x, int dim, RopeStyle style,
-                                            bool normed, const HeadPairs<N>& weights, float eps,
-                                            const Turns<N>& turns, Store&& store) {
+                                            int half, bool normed, const HeadPairs<N>& weights,
+                                            float eps, const Turns<N>& turns, Store&& store) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float scale = 1;
   if (normed) {
@@ -279,8 +289,11 @@ __device__ __forceinline__ void finish_head(const HeadPairs<N>& x, int dim, Rope
       b = __fmul_rn(__fmul_rn(b, scale), weights.b[n]);
     }
     const Turn t = turns.pair[n];
-    store(pair_first(style, pair), __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)));
-    store(pair_second(style, pair, dim / 2), __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)));
+    const bool turns_here = pair < half;
+    store(pair_first(style, pair, half),
+          turns_here ? __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)) : a);
+    store(pair_second(style, pair, half),
+          turns_here ? __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)) : b);
   }
 }
 

@@ -15,7 +15,7 @@ __device__ __forceinline__ typename PairOf<T>::Type load_pair(const T* row, int 
 
 // An item in f32. A warp takes kPositions positions of a block at a time; a lane holds dims
 // 2 lane + 64 i and the next.
-template <typename T, int N>
+template <typename T, int N, bool kPlain>
 struct GeneralItem {
   using Pair = typename PairOf<T>::Type;
   static constexpr int kPositions = 8 / N;
@@ -24,6 +24,7 @@ struct GeneralItem {
   const Item& item;
   const Fresh& fresh;
   const ItemMemory<T>& memory;
+  const Span<kPlain>& span;
 
   struct Sums {
     float2 sums[kItemHeads][N];
@@ -67,11 +68,13 @@ struct GeneralItem {
 #pragma unroll
         for (int i = 0; i < N; ++i) s.sums[h][i] = make_float2(0, 0);
       }
-      for (int block = rank; block < item.blocks; block += item.ranks) {
+      for (int block = span.first + rank; block < item.blocks; block += item.ranks) {
         const int end = min((block + 1) * kCacheBlock, item.end);
+        const int moved = (span.place(block) - block) * kCacheBlock;
         for (int base = block * kCacheBlock + warp * kPositions; base < end;
              base += kItemWarps * kPositions) {
-          add_positions(s, q, base, end);
+          if (!kPlain && base + kPositions <= span.begin) continue;
+          add_positions(s, q, base, end, moved);
         }
       }
 #pragma unroll
@@ -87,15 +90,16 @@ struct GeneralItem {
           *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }
-      end_rank(p, cache.value_dim, memory, rank);
+      end_rank<kPlain>(p, cache.value_dim, memory, rank);
       team_sync();  // the warps' results have been read
     }
-    store_fresh(p, fresh, memory);
-    add_parts(p, cache.value_dim, memory);
+    store_fresh<kPlain>(p, fresh, memory);
+    add_parts<kPlain>(p, cache.value_dim, memory);
   }
 
+  // Positions from `base` on, below `end`; `position` lies where position + moved does.
   __device__ __forceinline__ void add_positions(Sums& s, const float2 (&q)[kItemHeads][N], int base,
-                                                int end) const {
+                                                int end, int moved) const {
     const LayerCacheView& cache = p.attention.cache;
     const int lane = team_thread() & 31;
     const float scale = p.attention.scale * kLog2e;
@@ -105,23 +109,22 @@ struct GeneralItem {
     for (int u = 0; u < kPositions; ++u) {
       const int position = base + u;
       const int place = position >= fresh.low ? fresh_place(memory, fresh, position) : -1;
-      const T* key = place >= 0
-                         ? memory.k + place * cache.key_dim
-                         : key_slot<T>(cache, item.row) +
-                               cache_offset(position, item.kv_head, cache.kv_heads, cache.key_dim);
-      const T* value =
-          place >= 0 ? memory.v + place * cache.value_dim
-                     : value_slot<T>(cache, item.row) +
-                           cache_offset(position, item.kv_head, cache.kv_heads, cache.value_dim);
+      const bool inside = position < end && (kPlain || position >= span.begin);
+      const int at = position + moved;
+      const T* key = place >= 0 ? memory.k + place * cache.key_dim
+                                : key_slot<T>(cache, item.row) +
+                                      cache_offset(at, item.kv_head, cache.kv_heads, cache.key_dim);
+      const T* value = place >= 0
+                           ? memory.v + place * cache.value_dim
+                           : value_slot<T>(cache, item.row) +
+                                 cache_offset(at, item.kv_head, cache.kv_heads, cache.value_dim);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int d = 2 * lane + 64 * i;
         k[u][i] = Pair();
         v[u][i] = Pair();
-        if (position < end && d < cache.key_dim) k[u][i] = load_pair(key, d, place >= 0);
-        if (position < end && d < cache.value_dim) {
-          v[u][i] = load_pair(value, d, place >= 0);
-        }
+        if (inside && d < cache.key_dim) k[u][i] = load_pair(key, d, place >= 0);
+        if (inside && d < cache.value_dim) v[u][i] = load_pair(value, d, place >= 0);
       }
     }
 #pragma unroll
@@ -138,7 +141,8 @@ struct GeneralItem {
           sum = fmaf(q[h][i].x, pair.x, sum);
           sum = fmaf(q[h][i].y, pair.y, sum);
         }
-        scores[u] = base + u < end ? warp_sum(sum) * scale : -INFINITY;
+        const bool inside = base + u < end && (kPlain || base + u >= span.begin);
+        scores[u] = inside ? warp_sum(sum) * scale : -INFINITY;
         best = fmaxf(best, scores[u]);
       }
       const float factor = exp2_approx(s.most[h] - best);
