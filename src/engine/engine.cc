@@ -47,7 +47,7 @@ std::span<const TokenEvent> Engine::run(int max_rounds, std::span<const int> row
   return e.events;
 }
 
-// And without waiting for the end of them.
+// And without waiting for the end of them. Rounds that the caller has not seen can be taken back.
 std::span<const TokenEvent> Engine::stream(std::span<const int> rows) {
   Impl& e = *impl_;
   if (e.take_waiting(rows)) return e.events;
@@ -55,7 +55,7 @@ std::span<const TokenEvent> Engine::stream(std::span<const int> rows) {
     e.settle();
     if (e.take_waiting(rows)) return e.events;
     if (!e.all_decode(rows)) return step(rows);
-    e.begin_run(rows, e.state.ring_capacity);
+    e.begin_run(rows, std::min(e.state.ring_capacity, e.layout.cache_layout().most_ahead()));
   }
   while (e.events.empty() && e.wait_run(e.events)) {
   }

@@ -552,7 +552,7 @@ class Check(Case):
         self.assertEqual(types["q4_1", "cpu"], "works")
 
     def test_window(self):
-        """A window works beyond its size, and where it has no kernel that is said in the words of loading."""
+        """A window works beyond its size."""
         folder = self.folder() / "hf"
         shutil.copytree(MODELS / "mistral" / "full" / "hf", folder)
         config = json.loads((folder / "config.json").read_text())

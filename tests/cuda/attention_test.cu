@@ -74,7 +74,11 @@ struct Shape {
   RopeStyle style = RopeStyle::kHalf;
   bool norms = false;
   float attention_factor = 1;
+  int window = 0;  // 0: none; then `capacity` is that of a ring
+  bool sinks = false;
+  int turned = 0;  // elements of a head that rope turns; 0: all
 
+  int turned_half() const { return (turned > 0 ? turned : key_dim) / 2; }
   std::size_t element() const { return dtype == DType::kF32 ? 4 : 2; }
   std::size_t slot_elements(int dim) const {
     return static_cast<std::size_t>(capacity) * static_cast<std::size_t>(kv_heads * dim);
@@ -84,12 +88,14 @@ struct Shape {
     const char* type = dtype == DType::kF32 ? "f32" : dtype == DType::kF16 ? "f16" : "bf16";
     return std::string(type) + " " + std::to_string(heads) + "/" + std::to_string(kv_heads) +
            " heads of " + std::to_string(key_dim) + " and " + std::to_string(value_dim) +
-           (style == RopeStyle::kHalf ? "" : ", interleaved") + (norms ? ", norms" : "");
+           (style == RopeStyle::kHalf ? "" : ", interleaved") + (norms ? ", norms" : "") +
+           (window > 0 ? ", window " + std::to_string(window) : "") + (sinks ? ", sinks" : "") +
+           (turned > 0 ? ", turned " + std::to_string(turned) : "");
   }
 };
 
 // The same number for the same arguments, so that a token has the same q, k and v in every step.
-enum Kind { kQ, kK, kV, kKeyFill, kValueFill };
+enum Kind { kQ, kK, kV, kKeyFill, kValueFill, kSink };
 float noise(Kind kind, int row, int position, int index) {
   std::uint64_t x =
       (static_cast<std::uint64_t>(kind) << 60) ^ (static_cast<std::uint64_t>(row) << 44) ^
@@ -134,11 +140,15 @@ Lane run_of(int row, int first, int count) {
   return lane;
 }
 
-// A layer: its constants and caches, with rows filled up to their lengths.
+// A layer: its constants and caches, with rows filled up to their lengths. Of a window's layer only
+// the positions that the next token attends to are filled.
 class Layer {
  public:
   Layer(const Shape& shape, const std::vector<std::pair<int, int>>& row_lengths) : shape_(shape) {
-    const int half = shape.key_dim / 2;
+    const int half = shape.turned_half();
+    for (int h = 0; h < shape.heads; ++h) {
+      sinks.push_back(h == 1 ? 12.0F : 3.0F * noise(kSink, 0, 0, h));
+    }
     for (int i = 0; i < half; ++i) {
       frequencies.push_back(std::pow(10000.0F, -static_cast<float>(i) / static_cast<float>(half)));
     }
@@ -150,7 +160,7 @@ class Layer {
     keys.assign(slots * shape.slot_elements(shape.key_dim) * shape.element(), std::byte{0xff});
     values.assign(slots * shape.slot_elements(shape.value_dim) * shape.element(), std::byte{0xff});
     for (const auto& [row, length] : row_lengths) {
-      for (int p = 0; p < length; ++p) {
+      for (int p = window_begin(length, shape.window); p < length; ++p) {
         for (int h = 0; h < shape.kv_heads; ++h) {
           for (int i = 0; i < shape.key_dim; ++i) {
             store(shape.dtype, keys, key_index(row, p, h) + static_cast<std::size_t>(i),
@@ -168,16 +178,17 @@ class Layer {
     device_frequencies_ = DeviceArray<float>(frequencies);
     device_q_norm_ = DeviceArray<float>(q_norm);
     device_k_norm_ = DeviceArray<float>(k_norm);
+    device_sinks_ = DeviceArray<float>(sinks);
   }
 
   const Shape& shape() const { return shape_; }
   std::size_t key_index(int row, int position, int head) const {
     return static_cast<std::size_t>(row) * shape_.slot_elements(shape_.key_dim) +
-           cache_index(position, head, shape_.kv_heads, shape_.key_dim);
+           cache_index(position % shape_.capacity, head, shape_.kv_heads, shape_.key_dim);
   }
   std::size_t value_index(int row, int position, int head) const {
     return static_cast<std::size_t>(row) * shape_.slot_elements(shape_.value_dim) +
-           cache_index(position, head, shape_.kv_heads, shape_.value_dim);
+           cache_index(position % shape_.capacity, head, shape_.kv_heads, shape_.value_dim);
   }
   LayerCacheView view() const {
     LayerCacheView view;
@@ -186,6 +197,7 @@ class Layer {
     view.key_dim = shape_.key_dim;
     view.value_dim = shape_.value_dim;
     view.capacity = shape_.capacity;
+    view.window = shape_.window;
     view.key_slot_bytes = shape_.slot_elements(shape_.key_dim) * shape_.element();
     view.value_slot_bytes = shape_.slot_elements(shape_.value_dim) * shape_.element();
     view.keys = device_keys_.get();
@@ -200,11 +212,13 @@ class Layer {
       args.k_norm_eps = 1e-6F;
     }
     args.inverse_frequencies = device_frequencies_.get();
+    args.turned = 2 * shape_.turned_half();
     args.style = shape_.style;
     args.attention_factor = shape_.attention_factor;
     args.heads = shape_.heads;
     args.cache = view();
   }
+  const float* device_sinks() const { return shape_.sinks ? device_sinks_.get() : nullptr; }
   // Back to what the constructor made.
   void reset() {
     device_keys_.write(keys);
@@ -213,13 +227,13 @@ class Layer {
   std::vector<std::byte> read_keys() const { return device_keys_.read(); }
   std::vector<std::byte> read_values() const { return device_values_.read(); }
 
-  std::vector<float> frequencies, q_norm, k_norm;
+  std::vector<float> frequencies, q_norm, k_norm, sinks;
   std::vector<std::byte> keys, values;  // as made
 
  private:
   Shape shape_;
   DeviceArray<std::byte> device_keys_, device_values_;
-  DeviceArray<float> device_frequencies_, device_q_norm_, device_k_norm_;
+  DeviceArray<float> device_frequencies_, device_q_norm_, device_k_norm_, device_sinks_;
 };
 
 // The head of q or k that the raw one becomes, as op.h says.
@@ -235,13 +249,14 @@ std::vector<double> finished(const Layer& layer, Kind kind, int row, int positio
     const std::vector<float>& weight = kind == kQ ? layer.q_norm : layer.k_norm;
     for (int i = 0; i < dim; ++i) x[std::size_t(i)] *= scale * weight[std::size_t(i)];
   }
-  for (int i = 0; i < dim / 2; ++i) {
+  const int half = shape.turned_half();
+  for (int i = 0; i < half; ++i) {
     const float angle = static_cast<float>(position) * layer.frequencies[std::size_t(i)];
     const double c = std::cos(static_cast<double>(angle)) * shape.attention_factor;
     const double s = std::sin(static_cast<double>(angle)) * shape.attention_factor;
     const bool halves = shape.style == RopeStyle::kHalf;
     double& a = x[std::size_t(halves ? i : 2 * i)];
-    double& b = x[std::size_t(halves ? i + dim / 2 : 2 * i + 1)];
+    double& b = x[std::size_t(halves ? i + half : 2 * i + 1)];
     const double u = a;
     a = u * c - b * s;
     b = b * c + u * s;
@@ -327,6 +342,7 @@ class Step {
     args.out = out_.get();
     args.heads = shape.heads;
     args.scale = shape.scale();
+    args.sinks = layer.device_sinks();
     args.cache = layer.view();
     args.state = state;
     args.tokens = bucket;
@@ -427,7 +443,8 @@ void check_out(const Layer& layer, const std::vector<Lane>& lanes, const Result&
         const float* out = result.out.data() + index * std::size_t(shape.value_dim);
         const float* q = result.q.data() + index * std::size_t(shape.key_dim);
         std::vector<double> scores;
-        for (int p = 0; p <= position; ++p) {
+        const int begin = window_begin(position, shape.window);
+        for (int p = begin; p <= position; ++p) {
           const std::size_t key = layer.key_index(lane.row, p, h / group);
           double sum = 0;
           for (int i = 0; i < shape.key_dim; ++i) {
@@ -437,13 +454,13 @@ void check_out(const Layer& layer, const std::vector<Lane>& lanes, const Result&
           scores.push_back(sum * shape.scale());
         }
         const double most = scores.empty() ? 0 : *std::max_element(scores.begin(), scores.end());
-        double total = 0;
+        double total = shape.sinks ? std::exp(layer.sinks[std::size_t(h)] - most) : 0;
         for (double& s : scores) total += s = std::exp(s - most);
         std::vector<double> expected(std::size_t(shape.value_dim), 0.0);
-        for (int p = 0; p <= position; ++p) {
+        for (int p = begin; p <= position; ++p) {
           const std::size_t value = layer.value_index(lane.row, p, h / group);
           for (int i = 0; i < shape.value_dim; ++i) {
-            expected[std::size_t(i)] += scores[std::size_t(p)] / total *
+            expected[std::size_t(i)] += scores[std::size_t(p - begin)] / total *
                                         load(shape.dtype, result.values, value + std::size_t(i));
           }
         }
@@ -482,6 +499,7 @@ std::vector<Shape> shapes() {
         shape.style = heads == 9 ? RopeStyle::kInterleaved : RopeStyle::kHalf;
         shape.norms = heads == 8;
         shape.attention_factor = heads == 4 ? 1.25F : 1.0F;
+        if (heads == 12 || key == 80) shape.turned = key / 4;
         all.push_back(shape);
       }
     }
@@ -610,6 +628,7 @@ std::vector<Shape> small_shapes() {
       shape.slots = 3;
       shape.norms = dim == 80;
       shape.style = dim == 128 ? RopeStyle::kInterleaved : RopeStyle::kHalf;
+      if (dim == 32 || dim == 128) shape.turned = dim / 2;
       all.push_back(shape);
     }
   }
@@ -620,6 +639,125 @@ TEST(Attend, SmallShapesMatchDoublePrecision) {
   for (const Shape& shape : small_shapes()) {
     check_decode(shape, {run_of(2, 62, 3), {1, {-1}}, {0, {127}}}, 8);
     if (HasFatalFailure()) return;
+  }
+}
+
+// --- Windows and sinks. ---
+
+// A ring as the engine makes it, for steps of up to `tokens` of a row.
+Shape windowed(DType dtype, int dim, int window, int tokens) {
+  Shape shape;
+  shape.dtype = dtype;
+  shape.key_dim = shape.value_dim = dim;
+  shape.window = window;
+  shape.capacity = (window + tokens - 1 + kCacheBlock - 1) / kCacheBlock * kCacheBlock;
+  shape.slots = 9;
+  shape.norms = dim == 256;
+  return shape;
+}
+
+// Tokens on both sides of where a window begins to move, and a run across the end of the ring.
+std::vector<Lane> lanes_at_edges(const Shape& shape, int tokens) {
+  const int w = shape.window;
+  std::vector<Lane> lanes = {{2, {-1}}};
+  int row = 3;
+  for (const int position : {w - 1, w, w + 1, 2 * w, 2 * w + 1}) {
+    lanes.push_back({row++, {position}});
+  }
+  lanes.push_back(run_of(1, 3 * shape.capacity - tokens / 2, tokens));
+  lanes.push_back(run_of(0, std::max(0, w - tokens / 2), tokens));
+  return lanes;
+}
+
+TEST(Attend, WindowsMatchDoublePrecision) {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int dim : {64, 80, 128, 256}) {
+      for (const int window : {1, 16, 64, 100, 513, 1100}) {
+        Shape shape = windowed(dtype, dim, window, 20);
+        shape.sinks = window % 2 == 0;
+        if (window == 100) shape.heads = 12;
+        check_decode(shape, lanes_at_edges(shape, 20), 64);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(Attend, SmallWindowsMatchDoublePrecision) {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int dim : {32, 64, 80, 128, 256}) {
+      Shape shape = windowed(dtype, dim, 70, 4);
+      shape.sinks = dim != 64;
+      check_decode(shape, lanes_at_edges(shape, 3), 16);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(Attend, SmallSinksMatchDoublePrecision) {
+  for (const Shape& base : small_shapes()) {
+    Shape shape = base;
+    shape.sinks = true;
+    check_decode(shape, {run_of(2, 62, 3), {1, {-1}}, {0, {127}}}, 8);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// A token's bits do not depend on the step, the bucket or the capacity of the ring.
+TEST(Attend, WindowsInStepsOfAnySizeGiveTheSameBits) {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int dim : {64, 128, 256}) {
+      for (const int window : {20, 300}) {
+        Shape shape = windowed(dtype, dim, window, 64);
+        shape.heads = 8;
+        shape.slots = 3;
+        shape.sinks = dim == 64;
+        for (const int start : {0, window - 30 > 0 ? window - 30 : 1, 3 * shape.capacity - 32}) {
+          const int count = 64;
+          const std::size_t width = std::size_t(shape.heads * dim);
+          Layer layer(shape, {{1, start}, {0, 300}});
+          const Result whole = run(layer, {run_of(1, start, count)}, 64, Route::kFused);
+          for (const int size : {1, 3, 8}) {
+            Shape other = shape;
+            if (size == 3) other.capacity += 3 * kCacheBlock;
+            Layer stepwise(other, {{1, start}, {0, 300}});
+            for (int done = 0; done < count; done += size) {
+              const int now = std::min(size, count - done);
+              const bool alone = done / size % 2 == 0;
+              std::vector<Lane> lanes;
+              if (!alone) lanes.push_back(run_of(0, 300, 2));
+              lanes.push_back(run_of(1, start + done, now));
+              const Step step(stepwise, lanes, now + (alone ? 0 : 5));
+              Launch on;
+              on.sms = multiprocessors();
+              launch(step, done % 5 == 0 ? Route::kSeparate : Route::kFused, on);
+              ok(cudaDeviceSynchronize());
+              const std::vector<float> out = step.read_out();
+              const std::size_t skip = alone ? 0 : 2 * width;
+              ASSERT_TRUE(same_bits(out.data() + skip, whole.out.data() + std::size_t(done) * width,
+                                    std::size_t(now) * width))
+                  << shape.name() << " from " << start + done << " in steps of " << size;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// A window that nothing has outgrown is none.
+TEST(Attend, SmallAWideWindowChangesNoBit) {
+  for (const Shape& base : small_shapes()) {
+    Shape shape = base;
+    const std::vector<Lane> lanes = {run_of(2, 62, 3), {0, {127}}};
+    Layer plain(shape, lengths_before(lanes));
+    const Result without = run(plain, lanes, 8, Route::kFused);
+    shape.window = 128;
+    Layer layer(shape, lengths_before(lanes));
+    const Result with = run(layer, lanes, 8, Route::kFused);
+    EXPECT_TRUE(same_bits(with.out.data(), without.out.data(),
+                          4 * std::size_t(shape.heads * shape.value_dim)))
+        << shape.name();
   }
 }
 
@@ -736,11 +874,7 @@ TEST(Attend, SlotsDoNotMatter) {
 }
 
 // Launches behind each other with programmatic dependent edges, captured, give what single ones do.
-TEST(Attend, DependentLaunchesAgree) {
-  Shape shape;
-  shape.heads = 8;
-  shape.kv_heads = 2;
-  shape.capacity = 1024;
+void check_dependent(const Shape& shape) {
   const std::vector<Lane> lanes = {run_of(0, 700, 4), {3, {1000}}, {1, {-1}}, {2, {0}}};
   Layer layer(shape, lengths_before(lanes));
   const Result expected = run(layer, lanes, 8, Route::kFused);
@@ -773,6 +907,18 @@ TEST(Attend, DependentLaunchesAgree) {
   ok(cudaStreamDestroy(stream));
 }
 
+TEST(Attend, DependentLaunchesAgree) {
+  Shape shape;
+  shape.heads = 8;
+  shape.kv_heads = 2;
+  shape.capacity = 1024;
+  check_dependent(shape);
+  shape.window = 150;
+  shape.capacity = 192;
+  shape.sinks = true;
+  check_dependent(shape);
+}
+
 void check_chunk(const Shape& shape, const std::vector<Lane>& lanes, int bucket) {
   Layer layer(shape, lengths_before(lanes));
   const Result result = run(layer, lanes, bucket, Route::kChunk);
@@ -797,6 +943,45 @@ TEST(AttendChunk, RaggedLanesMatchDoublePrecision) {
         run_of(5, 0, 129), run_of(3, 70, 64), {2, {-1, -1}}, {1, {200}}, run_of(0, 63, 131)};
     lanes.back().positions.push_back(-1);
     check_chunk(shape, lanes, 400);
+    if (HasFatalFailure()) return;
+  }
+}
+
+std::vector<Shape> windowed_chunk_shapes(std::initializer_list<int> windows, int tokens) {
+  std::vector<Shape> all;
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int dim : {32, 64, 80, 128, 256}) {
+      for (const int window : windows) {
+        Shape shape = windowed(dtype, dim, window, tokens);
+        shape.sinks = (window + dim) % 3 != 0;
+        all.push_back(shape);
+      }
+    }
+  }
+  return all;
+}
+
+TEST(AttendChunk, SmallWindowsMatchDoublePrecision) {
+  for (const Shape& shape : windowed_chunk_shapes({1, 20, 70}, 40)) {
+    check_chunk(shape, lanes_at_edges(shape, 40), 90);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(AttendChunk, WindowsMatchDoublePrecision) {
+  for (const Shape& shape : windowed_chunk_shapes({64, 300}, 150)) {
+    std::vector<Lane> lanes = lanes_at_edges(shape, 150);
+    lanes.back().positions.back() = -1;
+    check_chunk(shape, lanes, 310);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(AttendChunk, SmallSinksMatchDoublePrecision) {
+  for (const Shape& base : small_shapes()) {
+    Shape shape = base;
+    shape.sinks = true;
+    check_chunk(shape, {run_of(2, 60, 20), {1, {-1, -1}}, run_of(0, 0, 9)}, 40);
     if (HasFatalFailure()) return;
   }
 }
