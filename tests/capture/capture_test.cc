@@ -39,7 +39,10 @@ std::vector<Case> cases() {
             {"cuda", "", "f16"},
             {"cuda", "", "q8_0"},
             {"cuda", "", "q4_0"},
-            {"cuda", "", "window"}};
+            {"cuda", "", "window"},
+            {"cuda", "", "f32", "int8"},
+            {"cuda", "", "window", "int8"},
+            {"cuda", "", "f32", "fp8"}};
   }
   std::vector<Case> all = {{"reference", "", "f32"},         {"reference", "", "window"},
                            {"reference", "", "experts"},     {"reference", "", "hybrid"},

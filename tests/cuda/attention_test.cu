@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "backends/cuda/kernels/attention_common.cuh"
+#include "backends/reference/ops.h"
 #include "tensor/half.h"
 
 namespace pianola::cuda {
@@ -79,18 +80,15 @@ struct Shape {
   int turned = 0;  // elements of a head that rope turns; 0: all
 
   int turned_half() const { return (turned > 0 ? turned : key_dim) / 2; }
-  std::size_t element() const { return dtype == DType::kF32 ? 4 : 2; }
-  std::size_t slot_elements(int dim) const {
-    return static_cast<std::size_t>(capacity) * static_cast<std::size_t>(kv_heads * dim);
-  }
+  std::size_t slot_bytes(int dim) const { return cache_slot_bytes(dtype, capacity, kv_heads, dim); }
+  bool has_16_bits() const { return dtype == DType::kF16 || dtype == DType::kBF16; }
   float scale() const { return 1.0F / std::sqrt(static_cast<float>(key_dim)); }
   std::string name() const {
-    const char* type = dtype == DType::kF32 ? "f32" : dtype == DType::kF16 ? "f16" : "bf16";
-    return std::string(type) + " " + std::to_string(heads) + "/" + std::to_string(kv_heads) +
-           " heads of " + std::to_string(key_dim) + " and " + std::to_string(value_dim) +
-           (style == RopeStyle::kHalf ? "" : ", interleaved") + (norms ? ", norms" : "") +
-           (window > 0 ? ", window " + std::to_string(window) : "") + (sinks ? ", sinks" : "") +
-           (turned > 0 ? ", turned " + std::to_string(turned) : "");
+    return std::string(dtype_name(dtype)) + " " + std::to_string(heads) + "/" +
+           std::to_string(kv_heads) + " heads of " + std::to_string(key_dim) + " and " +
+           std::to_string(value_dim) + (style == RopeStyle::kHalf ? "" : ", interleaved") +
+           (norms ? ", norms" : "") + (window > 0 ? ", window " + std::to_string(window) : "") +
+           (sinks ? ", sinks" : "") + (turned > 0 ? ", turned " + std::to_string(turned) : "");
   }
 };
 
@@ -106,26 +104,7 @@ float noise(Kind kind, int row, int position, int index) {
   return (static_cast<float>(x >> 40) / static_cast<float>(1 << 23) - 1.0F) * 1.7F;
 }
 
-void store(DType dtype, std::vector<std::byte>& bytes, std::size_t index, float value) {
-  if (dtype == DType::kF32) {
-    std::memcpy(bytes.data() + 4 * index, &value, 4);
-  } else {
-    const std::uint16_t bits = dtype == DType::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
-    std::memcpy(bytes.data() + 2 * index, &bits, 2);
-  }
-}
-float load(DType dtype, const std::vector<std::byte>& bytes, std::size_t index) {
-  if (dtype == DType::kF32) {
-    float value = 0;
-    std::memcpy(&value, bytes.data() + 4 * index, 4);
-    return value;
-  }
-  std::uint16_t bits = 0;
-  std::memcpy(&bits, bytes.data() + 2 * index, 2);
-  return dtype == DType::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
-}
 float rounded(DType dtype, float value) {
-  if (dtype == DType::kF32) return value;
   return dtype == DType::kF16 ? f16_to_f32(f32_to_f16(value)) : bf16_to_f32(f32_to_bf16(value));
 }
 
@@ -157,19 +136,19 @@ class Layer {
       k_norm.push_back(1.0F + 0.3F * noise(kK, 999, 0, i));
     }
     const auto slots = static_cast<std::size_t>(shape.slots);
-    keys.assign(slots * shape.slot_elements(shape.key_dim) * shape.element(), std::byte{0xff});
-    values.assign(slots * shape.slot_elements(shape.value_dim) * shape.element(), std::byte{0xff});
+    keys.assign(slots * shape.slot_bytes(shape.key_dim), std::byte{0xff});
+    values.assign(slots * shape.slot_bytes(shape.value_dim), std::byte{0xff});
+    const auto fill = [&](std::vector<std::byte>& bytes, Kind kind, int row, int p, int h,
+                          int dim) {
+      std::vector<float> head;
+      for (int i = 0; i < dim; ++i) head.push_back(noise(kind, row, p, h * 512 + i));
+      put(bytes, place(row, p, h, dim), head);
+    };
     for (const auto& [row, length] : row_lengths) {
       for (int p = window_begin(length, shape.window); p < length; ++p) {
         for (int h = 0; h < shape.kv_heads; ++h) {
-          for (int i = 0; i < shape.key_dim; ++i) {
-            store(shape.dtype, keys, key_index(row, p, h) + static_cast<std::size_t>(i),
-                  noise(kKeyFill, row, p, h * 512 + i));
-          }
-          for (int i = 0; i < shape.value_dim; ++i) {
-            store(shape.dtype, values, value_index(row, p, h) + static_cast<std::size_t>(i),
-                  noise(kValueFill, row, p, h * 512 + i));
-          }
+          fill(keys, kKeyFill, row, p, h, shape.key_dim);
+          fill(values, kValueFill, row, p, h, shape.value_dim);
         }
       }
     }
@@ -182,13 +161,32 @@ class Layer {
   }
 
   const Shape& shape() const { return shape_; }
-  std::size_t key_index(int row, int position, int head) const {
-    return static_cast<std::size_t>(row) * shape_.slot_elements(shape_.key_dim) +
-           cache_index(position % shape_.capacity, head, shape_.kv_heads, shape_.key_dim);
+  // Where a head of a position lies, in bytes; the scale only of int8.
+  struct Place {
+    std::size_t elements;
+    std::size_t bytes;
+    std::size_t scale;
+  };
+  Place place(int row, int position, int head, int dim) const {
+    const std::size_t slot = static_cast<std::size_t>(row) * shape_.slot_bytes(dim);
+    const std::size_t index = cache_index(position % shape_.capacity, head, shape_.kv_heads, 1);
+    const std::size_t bytes = row_bytes(shape_.dtype, static_cast<std::size_t>(dim));
+    return {slot + index * bytes, bytes,
+            slot + cache_element_bytes(shape_.dtype, shape_.capacity, shape_.kv_heads, dim) +
+                index * sizeof(float)};
   }
-  std::size_t value_index(int row, int position, int head) const {
-    return static_cast<std::size_t>(row) * shape_.slot_elements(shape_.value_dim) +
-           cache_index(position % shape_.capacity, head, shape_.kv_heads, shape_.value_dim);
+  void put(std::vector<std::byte>& bytes, const Place& at, const std::vector<float>& head) const {
+    float scale = 0;
+    reference::store_head(shape_.dtype, head.data(), static_cast<int>(head.size()),
+                          bytes.data() + at.elements, &scale);
+    if (has_scales(shape_.dtype)) std::memcpy(bytes.data() + at.scale, &scale, sizeof(scale));
+  }
+  std::vector<float> get(const std::vector<std::byte>& bytes, const Place& at, int dim) const {
+    float scale = 0;
+    if (has_scales(shape_.dtype)) std::memcpy(&scale, bytes.data() + at.scale, sizeof(scale));
+    std::vector<float> head(static_cast<std::size_t>(dim));
+    reference::load_head(shape_.dtype, bytes.data() + at.elements, &scale, dim, head.data());
+    return head;
   }
   LayerCacheView view() const {
     LayerCacheView view;
@@ -198,8 +196,8 @@ class Layer {
     view.value_dim = shape_.value_dim;
     view.capacity = shape_.capacity;
     view.window = shape_.window;
-    view.key_slot_bytes = shape_.slot_elements(shape_.key_dim) * shape_.element();
-    view.value_slot_bytes = shape_.slot_elements(shape_.value_dim) * shape_.element();
+    view.key_slot_bytes = shape_.slot_bytes(shape_.key_dim);
+    view.value_slot_bytes = shape_.slot_bytes(shape_.value_dim);
     view.keys = device_keys_.get();
     view.values = device_values_.get();
     return view;
@@ -405,24 +403,33 @@ void check_cache(const Layer& layer, const std::vector<Lane>& lanes, const Resul
   const Shape& shape = layer.shape();
   std::vector<std::byte> keys = layer.keys;
   std::vector<std::byte> values = layer.values;
-  const double step = shape.dtype == DType::kF32 ? 4e-6 : shape.dtype == DType::kF16 ? 1e-3 : 8e-3;
+  const double step = shape.dtype == DType::kF32   ? 4e-6
+                      : shape.dtype == DType::kF16 ? 1e-3
+                      : shape.has_16_bits()        ? 8e-3
+                                                   : 7e-2;
   for (const Lane& lane : lanes) {
     for (int p : lane.positions) {
       if (p < 0) continue;
       for (int h = 0; h < shape.kv_heads; ++h) {
         const std::vector<double> k = finished(layer, kK, lane.row, p, h);
-        for (int i = 0; i < shape.key_dim; ++i) {
-          const std::size_t index = layer.key_index(lane.row, p, h) + std::size_t(i);
-          const float got = load(shape.dtype, result.keys, index);
-          ASSERT_NEAR(got, k[std::size_t(i)], step * (1 + std::abs(k[std::size_t(i)])))
+        const Layer::Place at = layer.place(lane.row, p, h, shape.key_dim);
+        const std::vector<float> got = layer.get(result.keys, at, shape.key_dim);
+        for (std::size_t i = 0; i < k.size(); ++i) {
+          ASSERT_NEAR(got[i], k[i], step * (1 + std::abs(k[i])))
               << shape.name() << " key of row " << lane.row << " position " << p << " head " << h
               << " element " << i;
-          store(shape.dtype, keys, index, got);
         }
+        std::copy_n(result.keys.begin() + std::ptrdiff_t(at.elements), at.bytes,
+                    keys.begin() + std::ptrdiff_t(at.elements));
+        if (has_scales(shape.dtype)) {
+          std::copy_n(result.keys.begin() + std::ptrdiff_t(at.scale), sizeof(float),
+                      keys.begin() + std::ptrdiff_t(at.scale));
+        }
+        std::vector<float> v;
         for (int i = 0; i < shape.value_dim; ++i) {
-          const float v = noise(kV, lane.row, p, h * shape.value_dim + i);
-          store(shape.dtype, values, layer.value_index(lane.row, p, h) + std::size_t(i), v);
+          v.push_back(noise(kV, lane.row, p, h * shape.value_dim + i));
         }
+        layer.put(values, layer.place(lane.row, p, h, shape.value_dim), v);
       }
     }
   }
@@ -445,11 +452,12 @@ void check_out(const Layer& layer, const std::vector<Lane>& lanes, const Result&
         std::vector<double> scores;
         const int begin = window_begin(position, shape.window);
         for (int p = begin; p <= position; ++p) {
-          const std::size_t key = layer.key_index(lane.row, p, h / group);
+          const std::vector<float> key = layer.get(
+              result.keys, layer.place(lane.row, p, h / group, shape.key_dim), shape.key_dim);
           double sum = 0;
           for (int i = 0; i < shape.key_dim; ++i) {
             const float x = round_q ? rounded(shape.dtype, q[i]) : q[i];
-            sum += double{x} * load(shape.dtype, result.keys, key + std::size_t(i));
+            sum += double{x} * key[std::size_t(i)];
           }
           scores.push_back(sum * shape.scale());
         }
@@ -458,11 +466,10 @@ void check_out(const Layer& layer, const std::vector<Lane>& lanes, const Result&
         for (double& s : scores) total += s = std::exp(s - most);
         std::vector<double> expected(std::size_t(shape.value_dim), 0.0);
         for (int p = begin; p <= position; ++p) {
-          const std::size_t value = layer.value_index(lane.row, p, h / group);
-          for (int i = 0; i < shape.value_dim; ++i) {
-            expected[std::size_t(i)] += scores[std::size_t(p - begin)] / total *
-                                        load(shape.dtype, result.values, value + std::size_t(i));
-          }
+          const std::vector<float> value = layer.get(
+              result.values, layer.place(lane.row, p, h / group, shape.value_dim), shape.value_dim);
+          const double weight = scores[std::size_t(p - begin)] / total;
+          for (std::size_t i = 0; i < value.size(); ++i) expected[i] += weight * value[i];
         }
         for (int i = 0; i < shape.value_dim; ++i) {
           ASSERT_NEAR(out[i], expected[std::size_t(i)], position < 0 ? 0 : tolerance)
@@ -616,10 +623,13 @@ TEST(Attend, LengthsAtEdges) {
   }
 }
 
+constexpr DType kCacheTypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kI8,
+                                 DType::kF8E4M3};
+
 // Heads of every width that has kernels of its own, in every type of cache.
 std::vector<Shape> small_shapes() {
   std::vector<Shape> all;
-  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+  for (DType dtype : kCacheTypes) {
     for (int dim : {32, 64, 80, 128, 256}) {
       Shape shape;
       shape.dtype = dtype;
@@ -684,7 +694,7 @@ TEST(Attend, WindowsMatchDoublePrecision) {
 }
 
 TEST(Attend, SmallWindowsMatchDoublePrecision) {
-  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+  for (const DType dtype : kCacheTypes) {
     for (const int dim : {32, 64, 80, 128, 256}) {
       Shape shape = windowed(dtype, dim, 70, 4);
       shape.sinks = dim != 64;
@@ -705,9 +715,10 @@ TEST(Attend, SmallSinksMatchDoublePrecision) {
 
 // A token's bits do not depend on the step, the bucket or the capacity of the ring.
 TEST(Attend, WindowsInStepsOfAnySizeGiveTheSameBits) {
-  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kI8}) {
     for (const int dim : {64, 128, 256}) {
       for (const int window : {20, 300}) {
+        if (dtype == DType::kI8 && dim != 128) continue;
         Shape shape = windowed(dtype, dim, window, 64);
         shape.heads = 8;
         shape.slots = 3;
@@ -769,6 +780,8 @@ TEST(Attend, AloneAndTogetherGiveTheSameBits) {
                                                     {DType::kBF16, 6, 2, 128},
                                                     {DType::kF16, 9, 1, 80},
                                                     {DType::kF32, 4, 2, 64},
+                                                    {DType::kI8, 4, 2, 64},
+                                                    {DType::kF8E4M3, 2, 1, 128},
                                                     {DType::kF16, 2, 2, 256}}) {
     Shape shape;
     shape.dtype = dtype;
@@ -839,9 +852,8 @@ TEST(Attend, StepsOfAnySizeGiveTheSameBits) {
                 << shape.name() << " from " << start + done << " in steps of " << size;
           }
           const std::vector<std::byte> keys = stepwise.read_keys();
-          const std::size_t at = stepwise.key_index(1, 0, 0) * shape.element();
-          const std::size_t bytes = shape.slot_elements(dim) * shape.element();
-          ASSERT_EQ(std::memcmp(keys.data() + at, whole.keys.data() + at, bytes), 0);
+          const std::size_t bytes = shape.slot_bytes(dim);
+          ASSERT_EQ(std::memcmp(keys.data() + bytes, whole.keys.data() + bytes, bytes), 0);
         }
       }
     }
@@ -917,14 +929,51 @@ TEST(Attend, DependentLaunchesAgree) {
   shape.capacity = 192;
   shape.sinks = true;
   check_dependent(shape);
+  shape.dtype = DType::kI8;
+  check_dependent(shape);
+}
+
+// A head that is not finite has the scale NaN, and a head of zeros stays zeros.
+TEST(FinishHeads, SmallEdgesOfInt8) {
+  Shape shape;
+  shape.dtype = DType::kI8;
+  shape.heads = 2;
+  shape.capacity = 64;
+  shape.slots = 1;
+  Layer layer(shape, {});
+  const Step step(layer, {run_of(0, 0, 1)}, 1);
+  const int dim = shape.value_dim;
+  for (const float edge : {kNan, INFINITY, 0.0F}) {
+    std::vector<float> v(std::size_t(2 * dim), 0.0F);
+    v[5] = edge;
+    v[std::size_t(dim + 3)] = -2.0F;
+    ok(cudaMemcpy(const_cast<float*>(step.heads_args.v), v.data(), v.size() * sizeof(float),
+                  cudaMemcpyHostToDevice));
+    Launch on;
+    on.sms = multiprocessors();
+    finish_heads(step.heads_args, on);
+    ok(cudaDeviceSynchronize());
+    const std::vector<std::byte> values = layer.read_values();
+    const std::vector<float> first = layer.get(values, layer.place(0, 0, 0, dim), dim);
+    const std::vector<float> second = layer.get(values, layer.place(0, 0, 1, dim), dim);
+    for (int i = 0; i < dim; ++i) {
+      if (edge == 0) {
+        EXPECT_EQ(first[std::size_t(i)], 0) << i;
+      } else {
+        EXPECT_TRUE(std::isnan(first[std::size_t(i)])) << i;
+      }
+      EXPECT_NEAR(second[std::size_t(i)], i == 3 ? -2.0F : 0.0F, 1e-6) << i;
+    }
+  }
 }
 
 void check_chunk(const Shape& shape, const std::vector<Lane>& lanes, int bucket) {
   Layer layer(shape, lengths_before(lanes));
   const Result result = run(layer, lanes, bucket, Route::kChunk);
   check_cache(layer, lanes, result);
-  const bool f32 = shape.dtype == DType::kF32;
-  check_out(layer, lanes, result, !f32, f32 ? 2e-5 : shape.dtype == DType::kF16 ? 1e-3 : 6e-3);
+  const double rounding = shape.dtype == DType::kF16 ? 1e-3 : 6e-3;
+  check_out(layer, lanes, result, shape.has_16_bits(),
+            shape.has_16_bits() ? rounding : tolerance(shape.dtype));
 }
 
 TEST(AttendChunk, SmallShapesMatchDoublePrecision) {
@@ -949,7 +998,7 @@ TEST(AttendChunk, RaggedLanesMatchDoublePrecision) {
 
 std::vector<Shape> windowed_chunk_shapes(std::initializer_list<int> windows, int tokens) {
   std::vector<Shape> all;
-  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+  for (const DType dtype : kCacheTypes) {
     for (const int dim : {32, 64, 80, 128, 256}) {
       for (const int window : windows) {
         Shape shape = windowed(dtype, dim, window, tokens);

@@ -131,13 +131,6 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
-    const DType dtype = tables.cache_shape.dtype;
-    if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
-      fail(ErrorCode::kUnsupported,
-           "cuda backend: attention of layer {}: a cache of {} has no kernel; choose cache_type "
-           "f16, bf16 or f32",
-           attention->cache.index, dtype_name(dtype));
-    }
     const AttentionSpec& kv =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
     if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {

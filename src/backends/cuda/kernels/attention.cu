@@ -15,6 +15,22 @@ namespace {
 constexpr int kFinishWarps = 8;
 constexpr int kFinishFew = 256;  // tokens up to which every warp takes one head
 
+// A head as multiples of its scale. each(store) hands every element to store(i, value); all lanes
+// of a warp.
+template <typename Each>
+__device__ __forceinline__ void store_multiples(std::int8_t* out, float* scale_out,
+                                                const Each& each) {
+  float most = 0;
+  bool finite = true;
+  each([&](int, float value) {
+    most = fmaxf(most, fabsf(value));
+    finite = finite && isfinite(value);
+  });
+  const float scale = int8_scale(warp_max(most), __all_sync(kAllLanes, finite));
+  each([&](int d, float value) { out[d] = int8_multiple(value, scale); });
+  if ((threadIdx.x & 31) == 0) *scale_out = scale;
+}
+
 // `share` warps a token, each with every share-th head of q, k and v; pairs a lane N: key_dim and
 // value_dim <= 64 N.
 template <typename T, int N>
@@ -80,18 +96,36 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
       head -= args.heads;
       if (head < cache.kv_heads) {
         T* out = k + head * kCacheBlock * key_dim;
-        finish_head<N>(x[i], key_dim, args.style, half, args.k_norm,
-                       load_norm<N>(args.k_norm, key_dim, args.style, half), args.k_norm_eps, turns,
-                       [&](int d, float value) { out[d] = to_cache<T>(value); });
+        const auto norm = load_norm<N>(args.k_norm, key_dim, args.style, half);
+        const auto each = [&](const auto& store) {
+          finish_head<N>(x[i], key_dim, args.style, half, args.k_norm, norm, args.k_norm_eps, turns,
+                         store);
+        };
+        if constexpr (kScaled<T>) {
+          store_multiples(
+              out, key_scales(cache, row) + cache_offset(place, head, cache.kv_heads, 1), each);
+        } else {
+          each([&](int d, float value) { out[d] = to_cache<T>(value); });
+        }
         continue;
       }
-      T* out = v + (head - cache.kv_heads) * kCacheBlock * value_dim;
+      head -= cache.kv_heads;
+      T* out = v + head * kCacheBlock * value_dim;
+      const auto each_pair = [&](const auto& store) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int pair = lane + 32 * n;
-        if (pair < value_dim / 2) {
-          store_pair<T>(out + 2 * pair, x[i].a[n], x[i].b[n]);
+        for (int n = 0; n < N; ++n) {
+          const int pair = lane + 32 * n;
+          if (pair < value_dim / 2) store(2 * pair, x[i].a[n], x[i].b[n]);
         }
+      };
+      if constexpr (kScaled<T>) {
+        store_multiples(out,
+                        value_scales(cache, row) + cache_offset(place, head, cache.kv_heads, 1),
+                        [&](const auto& store) {
+                          each_pair([&](int d, float a, float b) { store(d, a), store(d + 1, b); });
+                        });
+      } else {
+        each_pair([&](int d, float a, float b) { store_pair<T>(out + d, a, b); });
       }
     }
   }
@@ -104,6 +138,21 @@ FinishKernel finish_kernel(int dim) {
   if (dim <= 64) return finish_heads_kernel<T, 1>;
   if (dim <= 128) return finish_heads_kernel<T, 2>;
   return finish_heads_kernel<T, 4>;
+}
+
+FinishKernel finish_kernel_of(DType dtype, int dim) {
+  switch (dtype) {
+    case DType::kF32:
+      return finish_kernel<float>(dim);
+    case DType::kF16:
+      return finish_kernel<__half>(dim);
+    case DType::kI8:
+      return finish_kernel<std::int8_t>(dim);
+    case DType::kF8E4M3:
+      return finish_kernel<Fp8>(dim);
+    default:
+      return finish_kernel<__nv_bfloat16>(dim);
+  }
 }
 
 // Thread blocks that share an item: as many as the device holds at once, but always a few, as
@@ -156,7 +205,7 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
 
   const bool plain = cache.window == 0 && !args.sinks;
   const DecodeKernel kernel = plain ? plain_kernel(cache) : window_kernel(cache);
-  launch_decode(launch, kernel, p, items, item_memory_bytes(p, cache.dtype == DType::kF32 ? 4 : 2));
+  launch_decode(launch, kernel, p, items, item_memory_bytes(p, row_bytes(cache.dtype, 1)));
 }
 
 }  // namespace
@@ -182,9 +231,7 @@ std::size_t attention_scratch_bytes(int /*tokens*/, int /*heads*/, int /*kv_head
 void finish_heads(const HeadsArgs& args, const Launch& launch) {
   check_attention_shape(args.cache, args.heads);
   const int dim = std::max(args.cache.key_dim, args.cache.value_dim);
-  const FinishKernel kernel = args.cache.dtype == DType::kF32   ? finish_kernel<float>(dim)
-                              : args.cache.dtype == DType::kF16 ? finish_kernel<__half>(dim)
-                                                                : finish_kernel<__nv_bfloat16>(dim);
+  const FinishKernel kernel = finish_kernel_of(args.cache.dtype, dim);
   const int all = args.heads + 2 * args.cache.kv_heads;
   const int share = args.tokens <= kFinishFew ? all : std::min(all, 4);
   const auto blocks =
@@ -199,8 +246,15 @@ void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& lau
     throw Error(ErrorCode::kUnsupported,
                 "attend: heads of " + std::to_string(args.tokens) + " tokens (at most 64 at once)");
   }
+  Launch next = launch;
+  if (heads && row_bytes(args.cache.dtype, 1) == 1) {
+    // The scale of a head is known when all of it is.
+    finish_heads(*heads, launch);
+    heads = nullptr;
+    next.dependent = launch.dependent_inside;
+  }
   for (int first = 0; first < args.tokens; first += kDecodeTokens) {
-    attend_from(args, heads, first, launch);
+    attend_from(args, heads, first, next);
   }
 }
 

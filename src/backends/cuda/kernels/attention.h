@@ -59,13 +59,14 @@ void finish_heads(const HeadsArgs& args, const Launch& launch);
 // so a token's result has the same bits whatever else the step holds. `heads` is not null when
 // finish_heads() has not run: the kernel then does its work first (q in registers; keys and values
 // of the step's tokens are stored by the block that reads them, and used from there), with the same
-// arithmetic as finish_heads(). With `launch.dependent`, the kernel reads StepState's tables, and
-// with `heads` also keys and values of positions before the step, before it waits: no kernel of a
-// step writes them but its last, and the first kernel of a step is not launched as a dependent one.
+// arithmetic as finish_heads(), which runs first where the cache has 8 bits. With
+// `launch.dependent`, the kernel reads StepState's tables, and with `heads` also keys and values of
+// positions before the step, before it waits: no kernel of a step writes them but its last, and the
+// first kernel of a step is not launched as a dependent one.
 void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& launch);
 
-// Chunk class, any number of tokens; finish_heads() has run. Tensor cores; an f32 cache takes
-// attend().
+// Chunk class, any number of tokens; finish_heads() has run. Tensor cores; caches of f32 and of 8
+// bits take attend().
 void attend_chunk(const AttentionArgs& args, const Launch& launch);
 
 }  // namespace pianola::cuda

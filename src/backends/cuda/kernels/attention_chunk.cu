@@ -2,8 +2,8 @@
 //
 // A block of four warps computes a tile of one head's queries of one lane, over blocks of 64
 // positions that arrive in shared memory while the block before is multiplied. Tiles are handed out
-// by a counter, the longest of a lane first. Caches of f32 take attend()'s kernel instead, 64
-// tokens at a time: exact, and slow.
+// by a counter, the longest of a lane first. Caches of f32 and of 8 bits take attend()'s kernel
+// instead, 64 tokens at a time: exact, and slow.
 #include <algorithm>
 #include <climits>
 

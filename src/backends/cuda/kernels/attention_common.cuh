@@ -3,6 +3,8 @@
 // attend() must do with the same bits.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <type_traits>
 
 #include "backends/cuda/kernels/attention.h"
@@ -21,7 +23,12 @@ inline constexpr std::size_t kCounterBytes = 256;
 // Throws Unsupported unless both widths are multiples of 8 and at most kMaxHeadDim.
 void check_attention_shape(const LayerCacheView& cache, int heads);
 
-// --- Elements of caches. ---
+// --- Elements of caches: float, __half, __nv_bfloat16, Fp8 (e4m3 at scale 1, saturating) and
+// std::int8_t, a multiple of the scale of its head and position. ---
+
+using Fp8 = __nv_fp8_e4m3;
+template <typename T>
+inline constexpr bool kScaled = std::is_same_v<T, std::int8_t>;
 
 template <typename T>
 __device__ __forceinline__ T to_cache(float v);
@@ -38,10 +45,26 @@ __device__ __forceinline__ __nv_bfloat16 to_cache<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
+template <>
+__device__ __forceinline__ Fp8 to_cache<Fp8>(float v) {
+  return Fp8(v);
+}
+
+// The scale of a head whose largest magnitude is `most`: NaN where it is not finite, and 0 where
+// the scale would have lost precision itself; and an element as a multiple of it.
+__device__ __forceinline__ float int8_scale(float most, bool finite) {
+  if (!finite) return __int_as_float(0x7fc00000);
+  const float scale = __fdiv_rn(most, 127.0F);
+  return scale < 1.17549435e-38F ? 0.0F : scale;
+}
+__device__ __forceinline__ std::int8_t int8_multiple(float v, float scale) {
+  return static_cast<std::int8_t>(scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0);
+}
+
 // Two neighbours as they lie in a cache.
 template <typename T>
 struct PairOf {
-  using Type = std::uint32_t;
+  using Type = std::conditional_t<sizeof(T) == 1, std::uint16_t, std::uint32_t>;
 };
 template <>
 struct PairOf<float> {
@@ -63,6 +86,16 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(std::uint32_t pair) {
   return make_float2(bf16_low(pair), bf16_high(pair));
 }
 
+template <>
+__device__ __forceinline__ float2 unpack<Fp8>(std::uint16_t pair) {
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+}
+template <>
+__device__ __forceinline__ float2 unpack<std::int8_t>(std::uint16_t pair) {
+  return make_float2(static_cast<float>(static_cast<std::int8_t>(pair & 0xff)),
+                     static_cast<float>(static_cast<std::int8_t>(pair >> 8)));
+}
+
 template <typename T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high);
 template <>
@@ -80,6 +113,9 @@ template <typename T>
 __device__ __forceinline__ void store_pair(T* to, float low, float high) {
   if constexpr (std::is_same_v<T, float>) {
     *reinterpret_cast<float2*>(to) = make_float2(low, high);
+  } else if constexpr (sizeof(T) == 1) {
+    to[0] = to_cache<T>(low);
+    to[1] = to_cache<T>(high);
   } else {
     *reinterpret_cast<std::uint32_t*>(to) = pack<T>(low, high);
   }
@@ -137,6 +173,18 @@ template <typename T>
 __device__ __forceinline__ T* value_slot(const LayerCacheView& cache, int row) {
   return reinterpret_cast<T*>(cache.values +
                               static_cast<std::size_t>(row) * cache.value_slot_bytes);
+}
+
+// The scales of a slot, behind its elements; index them by cache_offset() with a dim of 1.
+__device__ __forceinline__ float* key_scales(const LayerCacheView& cache, int row) {
+  const std::size_t elements =
+      static_cast<std::size_t>(cache.capacity) * cache.kv_heads * cache.key_dim;
+  return reinterpret_cast<float*>(key_slot<std::byte>(cache, row) + elements);
+}
+__device__ __forceinline__ float* value_scales(const LayerCacheView& cache, int row) {
+  const std::size_t elements =
+      static_cast<std::size_t>(cache.capacity) * cache.kv_heads * cache.value_dim;
+  return reinterpret_cast<float*>(value_slot<std::byte>(cache, row) + elements);
 }
 
 // 16 bytes past the first-level cache (see load_activation), or zeros.

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kItemThreads, 2)
   Item item;
   if (!begin_item<kPlain>(p, memory, tables, item)) return;
   const Span<kPlain> span(p.attention.cache, item.end);
-  const Fresh fresh = p.fused ? find_fresh(tables, item, span) : Fresh();
+  const Fresh fresh = kFuses<T> && p.fused ? find_fresh(tables, item, span) : Fresh();
   GeneralItem<T, N, kPlain>{p, item, fresh, memory, span}.run(tables, [&] { wait_for_item(item); });
 }
 
@@ -88,6 +88,10 @@ DecodeKernel decode_kernel(const LayerCacheView& cache) {
       return general_kernel<float, kPlain>(std::max(cache.key_dim, cache.value_dim));
     case DType::kF16:
       return kernel_for<__half, kPlain>(cache.key_dim, cache.value_dim);
+    case DType::kI8:
+      return general_kernel<std::int8_t, kPlain>(std::max(cache.key_dim, cache.value_dim));
+    case DType::kF8E4M3:
+      return general_kernel<Fp8, kPlain>(std::max(cache.key_dim, cache.value_dim));
     default:
       return kernel_for<__nv_bfloat16, kPlain>(cache.key_dim, cache.value_dim);
   }

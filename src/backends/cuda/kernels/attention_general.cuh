@@ -1,4 +1,4 @@
-// An item of attend() with plain f32 arithmetic: f32 caches and heads of more than 128.
+// An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128.
 #pragma once
 
 #include "backends/cuda/kernels/attention_items.cuh"
@@ -35,7 +35,7 @@ struct GeneralItem {
   template <typename Wait>
   __device__ __forceinline__ void run(const Tables& tables, const Wait& wait) const {
     HeadConstants<N> constants;
-    if (p.fused) {
+    if (kFuses<T> && p.fused) {
       constants.load(p);
       place_fresh(tables, fresh, memory);
       constants.turns =
@@ -105,12 +105,20 @@ struct GeneralItem {
     const float scale = p.attention.scale * kLog2e;
     Pair k[kPositions][N];
     Pair v[kPositions][N];
+    float k_scale[kPositions];
+    float v_scale[kPositions];
 #pragma unroll
     for (int u = 0; u < kPositions; ++u) {
       const int position = base + u;
       const int place = position >= fresh.low ? fresh_place(memory, fresh, position) : -1;
       const bool inside = position < end && (kPlain || position >= span.begin);
       const int at = position + moved;
+      k_scale[u] = v_scale[u] = 1;
+      if constexpr (kScaled<T>) {
+        const std::size_t scale_at = cache_offset(at, item.kv_head, cache.kv_heads, 1);
+        k_scale[u] = inside ? __ldcg(key_scales(cache, item.row) + scale_at) : 0.0F;
+        v_scale[u] = inside ? __ldcg(value_scales(cache, item.row) + scale_at) : 0.0F;
+      }
       const T* key = place >= 0 ? memory.k + place * cache.key_dim
                                 : key_slot<T>(cache, item.row) +
                                       cache_offset(at, item.kv_head, cache.kv_heads, cache.key_dim);
@@ -142,7 +150,8 @@ struct GeneralItem {
           sum = fmaf(q[h][i].y, pair.y, sum);
         }
         const bool inside = base + u < end && (kPlain || base + u >= span.begin);
-        scores[u] = inside ? warp_sum(sum) * scale : -INFINITY;
+        const float scale_of = kScaled<T> ? __fmul_rn(scale, k_scale[u]) : scale;
+        scores[u] = inside ? warp_sum(sum) * scale_of : -INFINITY;
         best = fmaxf(best, scores[u]);
       }
       const float factor = exp2_approx(s.most[h] - best);
@@ -157,11 +166,12 @@ struct GeneralItem {
       for (int u = 0; u < kPositions; ++u) {
         const float weight = exp2_approx(scores[u] - best);
         s.total[h] += weight;
+        const float factor_of = kScaled<T> ? __fmul_rn(weight, v_scale[u]) : weight;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float2 pair = unpack<T>(v[u][i]);
-          s.sums[h][i].x = fmaf(weight, pair.x, s.sums[h][i].x);
-          s.sums[h][i].y = fmaf(weight, pair.y, s.sums[h][i].y);
+          s.sums[h][i].x = fmaf(factor_of, pair.x, s.sums[h][i].x);
+          s.sums[h][i].y = fmaf(factor_of, pair.y, s.sums[h][i].y);
         }
       }
     }

@@ -488,6 +488,10 @@ __device__ __forceinline__ void place_fresh(const Tables& tables, const Fresh& f
   }
 }
 
+// Whether attend() may finish heads: not those of 8-bit caches.
+template <typename T>
+inline constexpr bool kFuses = sizeof(T) > 1;
+
 // Ends with the whole team in step. N pairs a lane: key_dim and value_dim <= 64 N.
 template <typename T, int N>
 __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& item,
@@ -495,19 +499,21 @@ __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& 
                                              const ItemMemory<T>& memory,
                                              const HeadConstants<N>& constants) {
   const int tid = team_thread();
-  if (p.fused) {
-    constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
-    const int tasks = item.heads + fresh.count;
+  if (kFuses<T> && p.fused) {
+    if constexpr (kFuses<T>) {
+      constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
+      const int tasks = item.heads + fresh.count;
 #pragma unroll 1
-    for (int task = tid / 32; task < tasks; task += kInFlight * kItemWarps) {
-      HeadTask<T, N> head[kInFlight];
+      for (int task = tid / 32; task < tasks; task += kInFlight * kItemWarps) {
+        HeadTask<T, N> head[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        head[i].load(p, item, tables, fresh, task + i * kItemWarps);
-      }
+        for (int i = 0; i < kInFlight; ++i) {
+          head[i].load(p, item, tables, fresh, task + i * kItemWarps);
+        }
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        head[i].finish(p, item, fresh, memory, constants, task + i * kItemWarps);
+        for (int i = 0; i < kInFlight; ++i) {
+          head[i].finish(p, item, fresh, memory, constants, task + i * kItemWarps);
+        }
       }
     }
   } else {
@@ -540,7 +546,7 @@ __device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& 
                                             const ItemMemory<T>& memory) {
   const Item& item = *memory.item;
   const LayerCacheView& cache = p.attention.cache;
-  if (!p.fused || !item.stores) return;
+  if (!kFuses<T> || !p.fused || !item.stores) return;
   const Span<kPlain> span(cache, item.end);
   if (!owns(item, span, item.position)) return;
   const int at = span.place_of(item.position);

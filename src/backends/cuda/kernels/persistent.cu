@@ -97,6 +97,7 @@ void check_attention(const PersistentOp& op, const PersistentOp& first) {
   const LayerCacheView& a = op.attention.cache;
   const LayerCacheView& b = first.attention.cache;
   if (a.dtype == DType::kF32) refuse("an f32 cache");
+  if (a.dtype != DType::kF16 && a.dtype != DType::kBF16) refuse("an 8-bit cache");
   if (a.window > 0) refuse("a sliding window");
   if (op.attention.sinks) refuse("attention sinks");
   if (a.key_dim != a.value_dim || (a.key_dim != 64 && a.key_dim != 128)) {
