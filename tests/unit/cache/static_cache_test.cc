@@ -86,7 +86,7 @@ TEST(CacheLayout, AWindowTakesWhatItNeeds) {
   const CacheLayout deep(layers, {.max_seq_len = 4096, .rollback_depth = 93});
   EXPECT_EQ(deep.most_ahead(), 93);
   EXPECT_LE(deep.least_kept_by_windows(3000 + deep.most_ahead()), 3000);
-  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 110, .chunk = 110}).most_ahead(), 1);
+  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 110, .chunk = 110}).most_ahead(), 128);
   EXPECT_EQ(
       CacheLayout(std::vector<AttentionSpec>{{2, 16, 16, 100}}, {.max_seq_len = 90}).most_ahead(),
       128);
