@@ -1,0 +1,444 @@
+// Folding the tokens of a step into the states of a layer.
+//
+// A thread block has 32 columns of the state of one head of one lane's row, each of its warps 8 of
+// them with all keys, in registers from the first token to the last. Nothing it decides by is
+// written by another block: columns are its own, and what all blocks of a head read, the newest
+// length and the keys of earlier steps, is written by a kernel behind them (keep_steps).
+#include "backends/cuda/kernels/device.cuh"
+#include "backends/cuda/kernels/state.h"
+#include "backends/cuda/kernels/state_places.cuh"
+
+namespace pianola::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kWarpColumns = 8;  // two lanes, four columns each, and 16 shares of the keys
+constexpr int kKeyShares = 16;
+constexpr int kBlockColumns = kWarps * kWarpColumns;
+constexpr int kTile = 8;  // steps that are prepared at a time
+constexpr int kMine = kTile / kWarps;
+
+// A step as the loop over the tokens wants it.
+template <int kRows>
+struct alignas(16) PreparedStep {
+  float key[kKeyShares * kRows];
+  float query[kKeyShares * kRows];
+  float value[kBlockColumns];
+  float decay;
+  float strength;
+  float product;  // key . query
+  float unused;
+};
+
+// What a warp reads to prepare one.
+template <int kRows>
+struct RawStep {
+  static constexpr int kEach = (kRows + 1) / 2;  // keys of a lane: lane, 32 + lane, ...
+  float key[kEach];
+  float query[kEach];
+  float value;
+  float rate;
+  float beta;
+};
+
+// One head of one lane's row, as a thread block sees it.
+struct Head {
+  int head;
+  int slot;
+  int column;  // the block's first
+  float a;     // e^a_log
+  float dt_bias;
+};
+
+__device__ __forceinline__ float softplus(float x) {
+  return fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x)));
+}
+
+template <int kRows>
+__device__ __forceinline__ void load_raw(const FoldArgs& p, const Head& h, int step,
+                                         RawStep<kRows>& raw) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int key_dim = p.view.spec.key_dim;
+  const int value_dim = p.view.spec.value_dim;
+  const float* key = nullptr;
+  const float* query = nullptr;
+  const float* value = nullptr;
+  const float* rate = nullptr;
+  const float* beta = nullptr;
+  if (step >= 0) {
+    const float* row = p.in + static_cast<std::size_t>(step) * p.in_width;
+    const int shared = h.head / (p.view.spec.heads / p.key_heads) * key_dim;
+    key = row + p.key_at + shared;
+    query = row + p.query_at + shared;
+    value = row + p.value_at + static_cast<std::size_t>(h.head) * value_dim;
+    const std::size_t at = static_cast<std::size_t>(step) * p.view.spec.heads + h.head;
+    rate = p.rate + at;
+    beta = p.beta ? p.beta + at : nullptr;
+  } else {
+    key = step_place(p.view, h.slot, h.head, ~step);
+    value = key + key_dim;
+    rate = value + value_dim;
+    beta = rate + 1;
+  }
+#pragma unroll
+  for (int e = 0; e < RawStep<kRows>::kEach; ++e) {
+    const int i = e * 32 + lane;
+    raw.key[e] = i < key_dim ? load_activation(key + i) : 0.0F;
+    raw.query[e] = query && i < key_dim ? load_activation(query + i) : 0.0F;
+  }
+  const int column = h.column + lane;
+  raw.value = column < value_dim ? load_activation(value + column) : 0.0F;
+  raw.rate = load_activation(rate);
+  raw.beta = beta ? load_activation(beta) : 0.0F;
+}
+
+// A whole warp; the order of its sums depends on key_dim alone.
+template <StateRule kRule, int kRows>
+__device__ __forceinline__ void prepare(const FoldArgs& p, const Head& h, int step,
+                                        const RawStep<kRows>& raw, PreparedStep<kRows>& to) {
+  constexpr bool kDelta = kRule == StateRule::kDelta;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float keys = 0;
+  float queries = 0;
+  float product = 0;
+#pragma unroll
+  for (int e = 0; e < RawStep<kRows>::kEach; ++e) {
+    keys = fmaf(raw.key[e], raw.key[e], keys);
+    queries = fmaf(raw.query[e], raw.query[e], queries);
+    product = fmaf(raw.key[e], raw.query[e], product);
+  }
+  product = warp_sum(product);
+  float key_scale = 1;
+  float query_scale = 1;
+  float decay = raw.rate;
+  float strength = raw.beta;
+  if (step >= 0) {
+    float rate = softplus(raw.rate + h.dt_bias);
+    if constexpr (kDelta) {
+      key_scale = 1.0F / sqrtf(warp_sum(keys) + p.eps);
+      query_scale = 1.0F / sqrtf((warp_sum(queries) + p.eps) *
+                                 static_cast<float>(p.view.spec.key_dim));
+      product *= key_scale * query_scale;
+      strength = 1.0F / (1.0F + expf(-raw.beta));
+    } else {
+      rate = rate < p.dt_min ? p.dt_min : rate;  // NaN stays
+      rate = rate > p.dt_max ? p.dt_max : rate;
+      strength = rate;
+    }
+    decay = expf(-h.a * rate);
+  }
+#pragma unroll
+  for (int e = 0; e < RawStep<kRows>::kEach; ++e) {
+    const int i = e * 32 + lane;
+    if (i < kKeyShares * kRows) {
+      to.key[i] = __fmul_rn(raw.key[e], key_scale);
+      to.query[i] = __fmul_rn(raw.query[e], query_scale);
+    }
+  }
+  to.value[lane] = raw.value;
+  if (lane > 0) return;
+  to.decay = decay;
+  to.strength = strength;
+  to.product = product;
+  if (p.rates && h.column == 0 && step >= 0) {
+    p.rates[static_cast<std::size_t>(step) * p.view.spec.heads + h.head] = {decay, strength,
+                                                                             key_scale, 0.0F};
+  }
+}
+
+// A lane's part of the state: keys share * kRows + r, four columns from `column` on.
+template <int kRows>
+struct StatePart {
+  float x[kRows][4];
+
+  // `from` null: a zero state.
+  __device__ __forceinline__ void load(const StateSpec& spec, const float* from, int key,
+                                       int column) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[r][c] = 0;
+    }
+    if (!from) return;
+    const bool wide = spec.value_dim % 4 == 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (key + r >= spec.key_dim) break;
+      const float* at = from + static_cast<std::size_t>(key + r) * spec.value_dim + column;
+      if (wide) {
+        if (column >= spec.value_dim) break;
+        const float4 v = load_activation4(at);
+        x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (column + c < spec.value_dim) x[r][c] = load_activation(at + c);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const StateSpec& spec, float* to, int key,
+                                        int column) const {
+    const bool wide = spec.value_dim % 4 == 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (key + r >= spec.key_dim) break;
+      float* at = to + static_cast<std::size_t>(key + r) * spec.value_dim + column;
+      if (wide) {
+        if (column >= spec.value_dim) break;
+        *reinterpret_cast<float4*>(at) = make_float4(x[r][0], x[r][1], x[r][2], x[r][3]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (column + c < spec.value_dim) at[c] = x[r][c];
+        }
+      }
+    }
+  }
+};
+
+// Sums over the shares of the keys, which lie in bits 1 to 4 of the lane; afterwards a lane has one
+// of the two kinds of sum of one of its four columns: b with bit 4, column (lane / 4) % 4.
+__device__ __forceinline__ float spread_sums(const float (&a)[4], const float (&b)[4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool second = (lane & 16) != 0;
+  const bool high = (lane & 8) != 0;
+  const bool odd = (lane & 4) != 0;
+  float x[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    x[c] = (second ? b[c] : a[c]) + __shfl_xor_sync(kAllLanes, second ? a[c] : b[c], 16);
+  }
+  float y[2];
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    y[c] = (high ? x[2 + c] : x[c]) + __shfl_xor_sync(kAllLanes, high ? x[c] : x[2 + c], 8);
+  }
+  float z = (odd ? y[1] : y[0]) + __shfl_xor_sync(kAllLanes, odd ? y[0] : y[1], 4);
+  z += __shfl_xor_sync(kAllLanes, z, 2);
+  return z;
+}
+
+// Folds a step in: S <- decay S + k u', with u strength times the value, or what it is beyond the
+// decayed S' k. Returns S' q of the new state, which is decay times that of the old one and u times
+// k . q, so that both sums are made at once. It is of column (lane / 4) % 4, in lanes with bit 4.
+template <StateRule kRule, int kRows>
+__device__ __forceinline__ float fold(StatePart<kRows>& s, const PreparedStep<kRows>& step,
+                                      int share, int value_at) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float key[kRows];
+  float known[4] = {};
+  float answer[4] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    key[r] = step.key[share * kRows + r];
+    const float query = step.query[share * kRows + r];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (kRule == StateRule::kDelta) known[c] = fmaf(key[r], s.x[r][c], known[c]);
+      answer[c] = fmaf(query, s.x[r][c], answer[c]);
+    }
+  }
+  const float sum = spread_sums(known, answer);
+  const float decay = step.decay;
+  float u = step.value[value_at + (lane & 1) * 4 + (lane >> 2) % 4];
+  if constexpr (kRule == StateRule::kDelta) u = fmaf(-decay, sum, u);
+  u *= step.strength;
+  // From the lanes that have the first kind of sum.
+  u = __shfl_sync(kAllLanes, u, lane & 15);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float of_column = __shfl_sync(kAllLanes, u, (lane & 1) | (c << 2));
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      s.x[r][c] = fmaf(key[r], of_column, __fmul_rn(decay, s.x[r][c]));
+    }
+  }
+  return fmaf(step.product, u, __fmul_rn(decay, sum));
+}
+
+// Slices of columns on x, heads on y, lanes on z.
+template <StateRule kRule, int kRows>
+__global__ void __launch_bounds__(kThreads, kRows <= 8 ? 4 : 2)
+    fold_kernel(const __grid_constant__ FoldArgs p) {
+  __shared__ PreparedStep<kRows> prepared[2][kTile];
+  allow_next();
+  const StateView& view = p.view;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const LaneTokens tokens = lane_tokens(p.state, static_cast<int>(blockIdx.z));
+  // No kernel of the step writes tables or, before this one, states: both are read before the wait.
+  Head h{};
+  h.head = static_cast<int>(blockIdx.y);
+  h.slot = tokens.row;
+  h.column = static_cast<int>(blockIdx.x) * kBlockColumns;
+  h.a = expf(__ldg(p.a_log + h.head));
+  h.dt_bias = __ldg(p.dt_bias + h.head);
+  const int share = lane >> 1;
+  const int key = share * kRows;
+  const int column = h.column + warp * kWarpColumns + (lane & 1) * 4;
+  const Positions at = find_positions(p.state, tokens);
+  StatePart<kRows> s;
+  int again = 0;  // the first step that is folded in once more
+  if (at.first >= 0) {
+    again = at.first / view.interval * view.interval;
+    const float* from = nullptr;
+    if (view.interval > 1 && at.first > 0 &&
+        __ldcg(newest_length_place(view, h.slot, h.head)) == at.first) {
+      again = at.first;
+      from = newest_place(view, h.slot, h.head);
+    } else if (again > 0) {
+      from = anchor_place(view, h.slot, h.head, again);
+    }
+    s.load(view.spec, from, key, column);
+  }
+
+  wait_for_previous();
+  const int out_width = view.spec.heads * view.spec.value_dim;
+  float* out = p.out + static_cast<std::size_t>(h.head) * view.spec.value_dim + h.column;
+  for (int t = tokens.begin + 32 * warp; t < tokens.end; t += kThreads) {
+    unsigned masked = ~live_tokens(p.state, t, tokens.end);
+    if (tokens.end - t < 32) masked &= (1U << (tokens.end - t)) - 1;
+    for (; masked; masked &= masked - 1) {
+      if (h.column + lane < view.spec.value_dim) {
+        out[static_cast<std::size_t>(t + __ffs(static_cast<int>(masked)) - 1) * out_width + lane] =
+            0;
+      }
+    }
+  }
+  if (at.first < 0) return;
+
+  // The anchors that are still there after the step.
+  const int length = at.last + 1;
+  int next_anchor = max(at.first, length - view.anchors * view.interval);
+  next_anchor = (next_anchor / view.interval + 1) * view.interval;
+  const float skip = kRule == StateRule::kSsm ? __ldg(p.skip + h.head) : 0.0F;
+
+  StepWalk walk{p.state, tokens, at, again};
+  int steps = walk.take(kTile);  // lane i has the i-th
+  int folded = again;
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+    const int step = __shfl_sync(kAllLanes, steps, m * kWarps + warp);
+    if (step == kNoStep) continue;
+    RawStep<kRows> raw;
+    load_raw(p, h, step, raw);
+    prepare<kRule>(p, h, step, raw, prepared[0][m * kWarps + warp]);
+  }
+  __syncthreads();
+  for (int half = 0;; half ^= 1) {
+    const int count = __popc(__ballot_sync(kAllLanes, lane < kTile && steps != kNoStep));
+    const int next = count == kTile ? walk.take(kTile) : kNoStep;
+    RawStep<kRows> raw[kMine];
+#pragma unroll
+    for (int m = 0; m < kMine; ++m) {
+      const int step = __shfl_sync(kAllLanes, next, m * kWarps + warp);
+      if (step != kNoStep) load_raw(p, h, step, raw[m]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const PreparedStep<kRows>& step = prepared[half][i];
+      float answer = fold<kRule>(s, step, share, warp * kWarpColumns);
+      const int token = __shfl_sync(kAllLanes, steps, i);
+      ++folded;
+      if (token < 0) continue;
+      const int mine = warp * kWarpColumns + (lane & 1) * 4 + (lane >> 2) % 4;
+      if (kRule == StateRule::kSsm) answer = fmaf(skip, step.value[mine], answer);
+      if ((lane & 18) == 16 && h.column + mine < view.spec.value_dim) {
+        out[static_cast<std::size_t>(token) * out_width + mine] = answer;
+      }
+      if (folded == next_anchor) {
+        s.store(view.spec, anchor_place(view, h.slot, h.head, folded), key, column);
+        next_anchor += view.interval;
+      }
+    }
+    if (count < kTile) break;
+#pragma unroll
+    for (int m = 0; m < kMine; ++m) {
+      const int step = __shfl_sync(kAllLanes, next, m * kWarps + warp);
+      if (step != kNoStep) {
+        prepare<kRule>(p, h, step, raw[m], prepared[half ^ 1][m * kWarps + warp]);
+      }
+    }
+    __syncthreads();
+    steps = next;
+  }
+  if (view.interval > 1) s.store(view.spec, newest_place(view, h.slot, h.head), key, column);
+}
+
+constexpr int kKeepWarps = 8;
+
+// What the blocks of a head have folded in, and how many tokens that makes: when all have read the
+// steps and the length of before. Heads on x, lanes on y.
+__global__ void __launch_bounds__(kKeepWarps * 32)
+    keep_steps_kernel(const __grid_constant__ FoldArgs p) {
+  allow_next();
+  const StateView& view = p.view;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(blockIdx.x);
+  const LaneTokens tokens = lane_tokens(p.state, static_cast<int>(blockIdx.y));
+  const Positions at = find_positions(p.state, tokens);
+  const int key_dim = view.spec.key_dim;
+  const int value_dim = view.spec.value_dim;
+  const int shared = head / (view.spec.heads / p.key_heads) * key_dim;
+  wait_for_previous();
+  if (at.first < 0) return;
+  for (int t = tokens.begin + static_cast<int>(threadIdx.x) / 32 * 32; t < tokens.end;
+       t += kKeepWarps * 32) {
+    const int position = t + lane < tokens.end ? __ldcg(p.state.position + t + lane) : -1;
+    unsigned kept = __ballot_sync(
+        kAllLanes, position >= 0 && position > at.last - view.step_capacity);
+    for (; kept; kept &= kept - 1) {
+      const int bit = __ffs(static_cast<int>(kept)) - 1;
+      const auto token = static_cast<std::size_t>(t + bit);
+      float* record = step_place(view, tokens.row, head, __shfl_sync(kAllLanes, position, bit));
+      const float4 rates =
+          __ldcg(reinterpret_cast<const float4*>(p.rates + token * view.spec.heads + head));
+      const float* row = p.in + token * p.in_width;
+      for (int i = lane; i < key_dim; i += 32) {
+        record[i] = __fmul_rn(load_activation(row + p.key_at + shared + i), rates.z);
+      }
+      const float* value = row + p.value_at + static_cast<std::size_t>(head) * value_dim;
+      for (int i = lane; i < value_dim; i += 32) record[key_dim + i] = load_activation(value + i);
+      if (lane == 0) record[key_dim + value_dim] = rates.x;
+      if (lane == 1) record[key_dim + value_dim + 1] = rates.y;
+    }
+  }
+  if (threadIdx.x == 0) *newest_length_place(view, tokens.row, head) = at.last + 1;
+}
+
+using FoldKernel = void (*)(FoldArgs);
+
+template <StateRule kRule>
+FoldKernel fold_kernel_for(int key_dim) {
+  if (key_dim <= kKeyShares) return fold_kernel<kRule, 1>;
+  if (key_dim <= 2 * kKeyShares) return fold_kernel<kRule, 2>;
+  if (key_dim <= 4 * kKeyShares) return fold_kernel<kRule, 4>;
+  if (key_dim <= 8 * kKeyShares) return fold_kernel<kRule, 8>;
+  return fold_kernel<kRule, 16>;
+}
+static_assert(kMaxStateKeyDim == 16 * kKeyShares);
+
+}  // namespace
+
+void fold_states(const FoldArgs& args, const Launch& launch) {
+  const StateSpec& spec = args.view.spec;
+  const FoldKernel kernel = args.rule == StateRule::kDelta
+                                ? fold_kernel_for<StateRule::kDelta>(spec.key_dim)
+                                : fold_kernel_for<StateRule::kSsm>(spec.key_dim);
+  FoldArgs p = args;
+  if (p.view.interval == 1) p.rates = nullptr;
+  const auto heads = static_cast<unsigned>(spec.heads);
+  const auto lanes = static_cast<unsigned>(args.lanes);
+  const auto slices = static_cast<unsigned>((spec.value_dim + kBlockColumns - 1) / kBlockColumns);
+  launch_kernel(launch, "fold", kernel, dim3(slices, heads, lanes), dim3(kThreads), 0, p);
+  if (p.view.interval == 1) return;
+  Launch next = launch;
+  next.dependent = launch.dependent_inside;
+  launch_kernel(next, "keep_steps", keep_steps_kernel, dim3(heads, lanes), dim3(kKeepWarps * 32), 0,
+                p);
+}
+
+}  // namespace pianola::cuda
