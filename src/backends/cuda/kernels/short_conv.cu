@@ -36,6 +36,21 @@ struct Channels {
   }
 };
 
+// A token's position, -1 beyond the lane's end, and how many tokens before it an output reads, or
+// would: fewer where the lane begins.
+struct Place {
+  int position = -1;
+  int n = 0;
+  bool dense = false;  // none of them is masked
+};
+__device__ __forceinline__ Place find_place(const StepState& s, const LaneTokens& tokens, int t,
+                                            int taps) {
+  if (t >= tokens.end) return {};
+  const int position = __ldcg(s.position + t);
+  const int n = min(taps - 1, t - tokens.begin);
+  return {position, n, position >= n && __ldcg(s.position + t - n) == position - n};
+}
+
 // The input at `position`, `back` positions before that of token t: of this step, or stored. The
 // n tokens before t are the positions before its own.
 __device__ __forceinline__ const float* input_at(const ShortConvArgs& p, const LaneTokens& tokens,
@@ -49,10 +64,10 @@ __device__ __forceinline__ const float* input_at(const ShortConvArgs& p, const L
 __device__ __forceinline__ const float* find_input(const ShortConvArgs& p, const LaneTokens& tokens,
                                                    int& source, int stored_position) {
   while (source >= tokens.begin && __ldcg(p.state.position + source) < 0) --source;
-  const float* at =
-      source >= tokens.begin
-          ? p.in + static_cast<std::size_t>(source) * static_cast<std::size_t>(p.view.spec.conv_width)
-          : conv_place(p.view, tokens.row, stored_position);
+  const float* at = source >= tokens.begin
+                        ? p.in + static_cast<std::size_t>(source) *
+                                     static_cast<std::size_t>(p.view.spec.conv_width)
+                        : conv_place(p.view, tokens.row, stored_position);
   --source;
   return at;
 }
@@ -79,21 +94,25 @@ __global__ void short_conv_kernel(const __grid_constant__ ShortConvArgs p) {
     }
     if (p.bias) bias.load(p.bias + channel);
   }
-  if (real && first == tokens.begin && first < tokens.end) {
-    const int position = __ldcg(p.state.position + first);
-    for (int j = 1; j < taps && j <= position; ++j) {
-      prefetch(conv_place(p.view, tokens.row, position - j) + channel);
+  int last = -1;  // position of the last token that is not masked
+  for (int t = tokens.end - 1; t >= tokens.begin && last < 0; --t) {
+    last = __ldcg(p.state.position + t);
+  }
+  Place place = find_place(p.state, tokens, first, taps);
+  const int first_position = place.position;
+  if (real && first == tokens.begin) {
+    for (int j = 1; j < taps && j <= first_position; ++j) {
+      prefetch(conv_place(p.view, tokens.row, first_position - j) + channel);
     }
   }
   wait_for_previous();
 
   for (int t = first; real && t < tokens.end; t += step) {
     float* out = p.out + static_cast<std::size_t>(t) * width + channel;
-    const int position = __ldcg(p.state.position + t);
+    const auto [position, n, dense] = place;
+    place = find_place(p.state, tokens, t + step, taps);
     Channels<kWide> sum{};
     if (position >= 0) {
-      const int n = min(taps - 1, t - tokens.begin);
-      const bool dense = __ldcg(p.state.position + t - n) == position - n;
       sum = bias;
       if constexpr (kTaps > 0) {
         Channels<kWide> x[kTaps];
@@ -131,12 +150,8 @@ __global__ void short_conv_kernel(const __grid_constant__ ShortConvArgs p) {
   }
 
   __syncthreads();  // the row's inputs of before have been read
-  int last = -1;    // position of the last token that is not masked
-  for (int t = tokens.end - 1; t >= tokens.begin && last < 0; --t) {
-    last = __ldcg(p.state.position + t);
-  }
   for (int t = first; real && t < tokens.end; t += step) {
-    const int position = __ldcg(p.state.position + t);
+    const int position = t == first ? first_position : __ldcg(p.state.position + t);
     if (position < 0 || position <= last - p.view.conv_capacity) continue;
     Channels<kWide> x;
     x.load(p.in + static_cast<std::size_t>(t) * width + channel);
@@ -161,8 +176,8 @@ void short_conv(const ShortConvArgs& args, const Launch& launch) {
   const int most = args.tokens - args.lanes + 1;  // of a lane, when all lanes have some
   const int across = most <= 64 ? 32 : 8;
   const int along = most <= 64 ? std::min(8, most) : 64;
-  const ConvKernel kernel = fours ? conv_kernel<4>(args.view.spec.conv_taps)
-                                  : conv_kernel<1>(args.view.spec.conv_taps);
+  const ConvKernel kernel =
+      fours ? conv_kernel<4>(args.view.spec.conv_taps) : conv_kernel<1>(args.view.spec.conv_taps);
   launch_kernel(launch, "short_conv", kernel,
                 dim3(static_cast<unsigned>((pieces + across - 1) / across),
                      static_cast<unsigned>(args.lanes)),

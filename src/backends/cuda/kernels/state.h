@@ -34,17 +34,17 @@ struct FoldArgs {
   int key_at = 0;
   int query_at = 0;
   int value_at = 0;
-  int key_heads = 1;                // that share out the heads
-  const float* rate = nullptr;      // [tokens, heads]: decay, or dt
-  const float* beta = nullptr;      // [tokens, heads], of the delta rule
-  const float* a_log = nullptr;     // [heads]
-  const float* dt_bias = nullptr;   // [heads]
-  const float* skip = nullptr;      // [heads], of the state-space rule
-  float eps = 0;                    // of the delta rule
-  float dt_min = 0;                 // of the state-space rule
+  int key_heads = 1;               // that share out the heads
+  const float* rate = nullptr;     // [tokens, heads]: decay, or dt
+  const float* beta = nullptr;     // [tokens, heads], of the delta rule
+  const float* a_log = nullptr;    // [heads]
+  const float* dt_bias = nullptr;  // [heads]
+  const float* skip = nullptr;     // [heads], of the state-space rule
+  float eps = 0;                   // of the delta rule
+  float dt_min = 0;                // of the state-space rule
   float dt_max = 0;
-  float* out = nullptr;             // [tokens, heads * value_dim]
-  StepRates* rates = nullptr;       // scratch [tokens, heads]; only with an interval above 1
+  float* out = nullptr;        // [tokens, heads * value_dim]
+  StepRates* rates = nullptr;  // scratch [tokens, heads]; only with an interval above 1
   StateView view;
   StepState state;
   int lanes = 1;  // of the bucket

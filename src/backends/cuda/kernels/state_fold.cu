@@ -117,8 +117,8 @@ __device__ __forceinline__ void prepare(const FoldArgs& p, const Head& h, int st
     float rate = softplus(raw.rate + h.dt_bias);
     if constexpr (kDelta) {
       key_scale = 1.0F / sqrtf(warp_sum(keys) + p.eps);
-      query_scale = 1.0F / sqrtf((warp_sum(queries) + p.eps) *
-                                 static_cast<float>(p.view.spec.key_dim));
+      query_scale =
+          1.0F / sqrtf((warp_sum(queries) + p.eps) * static_cast<float>(p.view.spec.key_dim));
       product *= key_scale * query_scale;
       strength = 1.0F / (1.0F + expf(-raw.beta));
     } else {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void prepare(const FoldArgs& p, const Head& h, int st
   to.product = product;
   if (p.rates && h.column == 0 && step >= 0) {
     p.rates[static_cast<std::size_t>(step) * p.view.spec.heads + h.head] = {decay, strength,
-                                                                             key_scale, 0.0F};
+                                                                            key_scale, 0.0F};
   }
 }
 
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, kRows <= 8 ? 4 : 2)
   const int column = h.column + warp * kWarpColumns + (lane & 1) * 4;
   const Positions at = find_positions(p.state, tokens);
   StatePart<kRows> s;
-  int again = 0;  // the first step that is folded in once more
+  int again = at.first;  // the first step that is folded in once more
   if (at.first >= 0) {
     again = at.first / view.interval * view.interval;
     const float* from = nullptr;
@@ -295,10 +295,15 @@ __global__ void __launch_bounds__(kThreads, kRows <= 8 ? 4 : 2)
     s.load(view.spec, from, key, column);
   }
 
+  StepWalk walk{p.state, tokens, at, again};
+  int steps = walk.take(kTile);  // lane i has the i-th
+
   wait_for_previous();
   const int out_width = view.spec.heads * view.spec.value_dim;
   float* out = p.out + static_cast<std::size_t>(h.head) * view.spec.value_dim + h.column;
-  for (int t = tokens.begin + 32 * warp; t < tokens.end; t += kThreads) {
+  const int live = at.first < 0 ? 0 : at.last - at.first + 1;
+  const int masked_from = live < tokens.end - tokens.begin ? tokens.begin + 32 * warp : tokens.end;
+  for (int t = masked_from; t < tokens.end; t += kThreads) {
     unsigned masked = ~live_tokens(p.state, t, tokens.end);
     if (tokens.end - t < 32) masked &= (1U << (tokens.end - t)) - 1;
     for (; masked; masked &= masked - 1) {
@@ -316,8 +321,6 @@ __global__ void __launch_bounds__(kThreads, kRows <= 8 ? 4 : 2)
   next_anchor = (next_anchor / view.interval + 1) * view.interval;
   const float skip = kRule == StateRule::kSsm ? __ldg(p.skip + h.head) : 0.0F;
 
-  StepWalk walk{p.state, tokens, at, again};
-  int steps = walk.take(kTile);  // lane i has the i-th
   int folded = again;
 #pragma unroll
   for (int m = 0; m < kMine; ++m) {
@@ -388,8 +391,8 @@ __global__ void __launch_bounds__(kKeepWarps * 32)
   for (int t = tokens.begin + static_cast<int>(threadIdx.x) / 32 * 32; t < tokens.end;
        t += kKeepWarps * 32) {
     const int position = t + lane < tokens.end ? __ldcg(p.state.position + t + lane) : -1;
-    unsigned kept = __ballot_sync(
-        kAllLanes, position >= 0 && position > at.last - view.step_capacity);
+    unsigned kept =
+        __ballot_sync(kAllLanes, position >= 0 && position > at.last - view.step_capacity);
     for (; kept; kept &= kept - 1) {
       const int bit = __ffs(static_cast<int>(kept)) - 1;
       const auto token = static_cast<std::size_t>(t + bit);
