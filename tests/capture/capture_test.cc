@@ -35,7 +35,9 @@ void PrintTo(const Case& c, std::ostream* out) {
 std::vector<Case> cases() {
   // CMake says which backends this program tests: those of any machine, or the one of a GPU.
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
-    return {{"cuda", "", "f32"}, {"cuda", "", "f16"}, {"cuda", "", "q8_0"}, {"cuda", "", "q4_0"}};
+    return {{"cuda", "", "f32"},  {"cuda", "", "f16"},    {"cuda", "", "q8_0"},
+            {"cuda", "", "q4_0"}, {"cuda", "", "hybrid"}, {"cuda", "", "exact"},
+            {"cuda", "", "ssm"}};
   }
   std::vector<Case> all = {{"reference", "", "f32"},         {"reference", "", "window"},
                            {"reference", "", "experts"},     {"reference", "", "hybrid"},

@@ -253,7 +253,15 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
       }
       continue;
     }
-    if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+    if (const std::size_t together = projections(index, static_cast<std::size_t>(last));
+        together > 1) {
+      LinearArgs args = product(std::get<LinearOp>(op));
+      for (std::size_t n = 1; n < together; ++n) {
+        args.part[args.parts++] = product(std::get<LinearOp>(ops[index + n])).part[0];
+      }
+      multiply(args, tokens(), l);
+      i += static_cast<int>(together) - 1;
+    } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
       run(*attention, nullptr, l);
     } else if (std::holds_alternative<AdvanceOp>(op)) {
       AdvanceArgs args{.state = bound_.state(),
@@ -364,6 +372,24 @@ LinearArgs StepKernels::product(const LinearOp& op) const {
                   static_cast<int>(bound_.width(op.out))};
   args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   return args;
+}
+
+std::size_t StepKernels::projections(std::size_t index, std::size_t last) const {
+  const std::vector<Op>& ops = bound_.plan().ops;
+  const auto* first = std::get_if<LinearOp>(&ops[index]);
+  if (!first || class_ != StepClass::kDecode || first->residual.valid()) return 0;
+  const std::size_t most = std::min(last - index, std::size(LinearArgs{}.part));
+  std::size_t count = 1;
+  for (; count < most; ++count) {
+    const auto* next = std::get_if<LinearOp>(&ops[index + count]);
+    if (!next || next->in != first->in || next->residual.valid() || next->out == first->in) break;
+    if (next->norm.has_value() != first->norm.has_value()) break;
+    if (next->norm &&
+        (next->norm->weight != first->norm->weight || next->norm->eps != first->norm->eps))
+      break;
+    if (!same_form(packed(next->weight), packed(first->weight))) break;
+  }
+  return first->out == first->in ? 1 : count;
 }
 
 void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {

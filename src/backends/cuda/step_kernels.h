@@ -99,6 +99,9 @@ class StepKernels {
   std::vector<LinearArgs> qkv_products(const QkvOp& op) const;
   std::array<Target, 3> qkv_targets(const QkvOp& op) const;
   LinearArgs product(const LinearOp& op) const;
+  // Projections of one input that follow each other, the op at `index` the first of them: they
+  // share a launch.
+  std::size_t projections(std::size_t index, std::size_t last) const;
   LinearArgs gated_product(const GatedMlpOp& op) const;  // gate and up are of one form
   LinearArgs down_product(const GatedMlpOp& op) const;
   LinearArgs product(const LmHeadOp& op) const;

@@ -48,7 +48,7 @@ __device__ __forceinline__ Place find_place(const StepState& s, const LaneTokens
   if (t >= tokens.end) return {};
   const int position = __ldcg(s.position + t);
   const int n = min(taps - 1, t - tokens.begin);
-  return {position, n, position >= n && __ldcg(s.position + t - n) == position - n};
+  return {position, n, n == 0 || (position >= n && __ldcg(s.position + t - n) == position - n)};
 }
 
 // The input at `position`, `back` positions before that of token t: of this step, or stored. The
@@ -94,11 +94,12 @@ __global__ void short_conv_kernel(const __grid_constant__ ShortConvArgs p) {
     }
     if (p.bias) bias.load(p.bias + channel);
   }
-  int last = -1;  // position of the last token that is not masked
-  for (int t = tokens.end - 1; t >= tokens.begin && last < 0; --t) {
+  Place place = find_place(p.state, tokens, first, taps);
+  // The position of the last token that is not masked.
+  int last = tokens.end - tokens.begin == 1 ? place.position : -1;
+  for (int t = tokens.end - 1; t > tokens.begin && last < 0; --t) {
     last = __ldcg(p.state.position + t);
   }
-  Place place = find_place(p.state, tokens, first, taps);
   const int first_position = place.position;
   if (real && first == tokens.begin) {
     for (int j = 1; j < taps && j <= first_position; ++j) {

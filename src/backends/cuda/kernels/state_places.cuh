@@ -48,12 +48,13 @@ struct LaneTokens {
   int row = 0;
 };
 __device__ __forceinline__ LaneTokens lane_tokens(const StepState& s, int lane) {
-  LaneTokens tokens;
-  if (lane >= __ldcg(&s.counts->lanes)) return tokens;
-  tokens.begin = __ldcg(s.first_token + lane);
-  tokens.end = __ldcg(s.first_token + lane + 1);
-  tokens.row = __ldcg(s.row_of + lane);
-  return tokens;
+  // All at once: what lies beyond the step's lanes is there as well.
+  const int lanes = __ldcg(&s.counts->lanes);
+  const int begin = __ldcg(s.first_token + lane);
+  const int end = __ldcg(s.first_token + lane + 1);
+  const int row = __ldcg(s.row_of + lane);
+  if (lane >= lanes) return {};
+  return {begin, end, row};
 }
 
 // Which of the up to 32 tokens from `begin` on are not masked. A whole warp.
@@ -75,8 +76,11 @@ __device__ __forceinline__ Positions find_positions(const StepState& s, const La
   for (int t = tokens.begin; t < tokens.end && found.first < 0; t += 32) {
     const int position = t + lane < tokens.end ? __ldcg(s.position + t + lane) : -1;
     const unsigned live = __ballot_sync(kAllLanes, position >= 0);
-    if (live) found.first = __shfl_sync(kAllLanes, position, __ffs(static_cast<int>(live)) - 1);
+    if (!live) continue;
+    found.first = __shfl_sync(kAllLanes, position, __ffs(static_cast<int>(live)) - 1);
+    if (t + 32 >= tokens.end) found.last = found.first + __popc(live) - 1;
   }
+  if (found.first < 0) return found;
   for (int t = tokens.end - 1; t >= tokens.begin && found.last < 0; t -= 32) {
     const int position = t - lane >= tokens.begin ? __ldcg(s.position + t - lane) : -1;
     const unsigned live = __ballot_sync(kAllLanes, position >= 0);
