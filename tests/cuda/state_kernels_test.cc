@@ -13,6 +13,7 @@
 
 #include "cuda/cuda_fixture.h"
 #include "cuda/state_fixture.h"
+#include "expect_error.h"
 #include "ops/state_machine.h"
 
 namespace pianola {
@@ -121,6 +122,13 @@ TEST(StateKernels, RealShapesHaveTheSameBitsInAnySteps) {
       }
     }
   }
+}
+
+TEST(StateKernels, LongKeysAreRefused) {
+  const Layer layer = delta_layer(
+      {.heads = 1, .key_heads = 1, .key_dim = cuda::kMaxStateKeyDim + 1, .value_dim = 8});
+  expect_error(ErrorCode::kUnsupported, "delta_rule of state 0: keys of 257 elements",
+               [&] { Machine("cuda", {}, layer); });
 }
 
 // Every kernel once, for the sanitizers: masked tokens, unequal lanes, steps folded in once more.
