@@ -28,19 +28,22 @@ struct StatePart {
       for (int c = 0; c < 4; ++c) x[r][c] = 0;
     }
     if (!from) return;
-    const bool wide = spec.value_dim % 4 == 0;
+    from += static_cast<std::size_t>(key) * spec.value_dim + column;
+    if (spec.value_dim % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (key + r >= spec.key_dim || column >= spec.value_dim) continue;
+        const float4 v = load_activation4(from + r * spec.value_dim);
+        x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
+      }
+      return;
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (key + r >= spec.key_dim) break;
-      const float* at = from + static_cast<std::size_t>(key + r) * spec.value_dim + column;
-      if (wide) {
-        if (column >= spec.value_dim) break;
-        const float4 v = load_activation4(at);
-        x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
-      } else {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (column + c < spec.value_dim) x[r][c] = load_activation(at + c);
+      for (int c = 0; c < 4; ++c) {
+        if (key + r < spec.key_dim && column + c < spec.value_dim) {
+          x[r][c] = load_activation(from + r * spec.value_dim + c);
         }
       }
     }
@@ -48,18 +51,22 @@ struct StatePart {
 
   __device__ __forceinline__ void store(const StateSpec& spec, float* to, int key,
                                         int column) const {
-    const bool wide = spec.value_dim % 4 == 0;
+    to += static_cast<std::size_t>(key) * spec.value_dim + column;
+    if (spec.value_dim % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (key + r >= spec.key_dim || column >= spec.value_dim) continue;
+        *reinterpret_cast<float4*>(to + r * spec.value_dim) =
+            make_float4(x[r][0], x[r][1], x[r][2], x[r][3]);
+      }
+      return;
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (key + r >= spec.key_dim) break;
-      float* at = to + static_cast<std::size_t>(key + r) * spec.value_dim + column;
-      if (wide) {
-        if (column >= spec.value_dim) break;
-        *reinterpret_cast<float4*>(at) = make_float4(x[r][0], x[r][1], x[r][2], x[r][3]);
-      } else {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (column + c < spec.value_dim) at[c] = x[r][c];
+      for (int c = 0; c < 4; ++c) {
+        if (key + r < spec.key_dim && column + c < spec.value_dim) {
+          to[r * spec.value_dim + c] = x[r][c];
         }
       }
     }

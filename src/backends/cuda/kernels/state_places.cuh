@@ -68,15 +68,20 @@ __device__ __forceinline__ unsigned live_tokens(const StepState& s, int begin, i
 struct Positions {
   int first = -1;
   int last = -1;
+  int window = 0;     // of 32 tokens, the first that has such a token
+  unsigned live = 0;  // which of them
 };
 // A whole warp.
 __device__ __forceinline__ Positions find_positions(const StepState& s, const LaneTokens& tokens) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   Positions found;
+  found.window = tokens.end;
   for (int t = tokens.begin; t < tokens.end && found.first < 0; t += 32) {
     const int position = t + lane < tokens.end ? __ldcg(s.position + t + lane) : -1;
     const unsigned live = __ballot_sync(kAllLanes, position >= 0);
     if (!live) continue;
+    found.window = t;
+    found.live = live;
     found.first = __shfl_sync(kAllLanes, position, __ffs(static_cast<int>(live)) - 1);
     if (t + 32 >= tokens.end) found.last = found.first + __popc(live) - 1;
   }
@@ -101,13 +106,14 @@ class StepWalk {
       : state_(state),
         again_(again),
         again_end_(at.first),
-        window_(tokens.begin),
+        window_(at.window),
         end_(tokens.end),
-        live_(live_tokens(state, tokens.begin, tokens.end)) {}
+        live_(at.live) {}
 
   // The next ones, the i-th in lane i. A whole warp.
   __device__ __forceinline__ int take(int count) {
     int mine = kNoStep;
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const int step = next();
       if (static_cast<int>(threadIdx.x) % 32 == i) mine = step;
