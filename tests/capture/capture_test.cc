@@ -40,6 +40,9 @@ std::vector<Case> cases() {
             {"cuda", "", "q8_0"},
             {"cuda", "", "q4_0"},
             {"cuda", "", "window"},
+            {"cuda", "", "hybrid"},
+            {"cuda", "", "exact"},
+            {"cuda", "", "ssm"},
             {"cuda", "", "f32", "int8"},
             {"cuda", "", "window", "int8"},
             {"cuda", "", "f32", "fp8"}};

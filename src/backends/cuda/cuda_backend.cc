@@ -8,6 +8,7 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/state.h"
 #include "base/check.h"
 #include "tensor/quant_format.h"
 
@@ -98,15 +99,10 @@ namespace {
 
 // What the op set has and no kernel of this backend computes; null when there is nothing.
 const char* missing_kernel(const Op& op) {
-  if (const auto* linear = std::get_if<LinearOp>(&op)) {
-    return linear->norm ? "a norm before a single matrix" : nullptr;
-  }
-  if (std::holds_alternative<ShortConvOp>(op) || std::holds_alternative<DeltaRuleOp>(op) ||
-      std::holds_alternative<SsmOp>(op)) {
-    return "a state layer";
-  }
-  if (std::holds_alternative<GateOp>(op) || std::holds_alternative<GatedNormOp>(op)) {
-    return "a gate";
+  if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
+    return conv->activation.value_or(Activation::kSilu) == Activation::kSilu
+               ? nullptr
+               : "an activation other than silu";
   }
   const bool mixture = std::holds_alternative<RouteOp>(op) || std::holds_alternative<ExpertsOp>(op);
   return mixture ? "a mixture of experts" : nullptr;
@@ -121,6 +117,13 @@ std::string weight_of(const Op& op, const PlanTables& tables) {
   return fmt::format(" '{}'", tables.weights[static_cast<std::size_t>(id.index)].name);
 }
 
+// The state that an op folds tokens into.
+StateId state_of(const Op& op) {
+  if (const auto* delta = std::get_if<DeltaRuleOp>(&op)) return delta->state;
+  if (const auto* ssm = std::get_if<SsmOp>(&op)) return ssm->state;
+  return {};
+}
+
 }  // namespace
 
 void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
@@ -128,6 +131,14 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     if (const char* missing = missing_kernel(op)) {
       fail(ErrorCode::kUnsupported, "cuda backend: {}{}: {} has no kernel", op_name(op),
            weight_of(op, tables), missing);
+    }
+    if (const StateId state = state_of(op); state.valid()) {
+      const int dim = tables.caches.states[static_cast<std::size_t>(state.index)].key_dim;
+      if (dim > kMaxStateKeyDim) {
+        fail(ErrorCode::kUnsupported,
+             "cuda backend: {} of state {}: keys of {} elements have no kernel (at most {})",
+             op_name(op), state.index, dim, kMaxStateKeyDim);
+      }
     }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;

@@ -5,6 +5,7 @@
 #include "backends/cuda/kernels/gate.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/state.h"
 #include "base/check.h"
 
 namespace pianola::cuda {
@@ -37,7 +38,7 @@ bool is_gemm_form(const WeightDecl& decl) {
 }
 
 struct Sizes {
-  int kv_heads = 0, heads = 0, value_dim = 0;
+  int kv_heads = 0, heads = 0, value_dim = 0, state_heads = 0;
   std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, score_vocab = 0;
   std::int64_t head_width = 0;
 };
@@ -64,6 +65,10 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.value_dim = std::max(s.value_dim, spec.value_dim);
     } else if (const auto* l = std::get_if<LinearOp>(&op)) {
       product(l->weight);
+    } else if (const auto* d = std::get_if<DeltaRuleOp>(&op)) {
+      s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(d->state.index)].heads);
+    } else if (const auto* r = std::get_if<SsmOp>(&op)) {
+      s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(r->state.index)].heads);
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
       s.ff = std::max(s.ff, decl(m->gate).rows);
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
@@ -110,6 +115,7 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
     c.up = pieces.take(tokens * size_of(s.ff) * sizeof(float));
   }
   c.logits = pieces.take(size_of(kDecodeTokens) * size_of(s.score_vocab) * sizeof(float));
+  c.rates = pieces.take(tokens * size_of(s.state_heads) * sizeof(StepRates));
   c.bytes = pieces.bytes();
   return c;
 }
@@ -247,7 +253,15 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
       }
       continue;
     }
-    if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+    if (const std::size_t together = projections(index, static_cast<std::size_t>(last));
+        together > 1) {
+      LinearArgs args = product(std::get<LinearOp>(op));
+      for (std::size_t n = 1; n < together; ++n) {
+        args.part[args.parts++] = product(std::get<LinearOp>(ops[index + n])).part[0];
+      }
+      multiply(args, tokens(), l);
+      i += static_cast<int>(together) - 1;
+    } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
       run(*attention, nullptr, l);
     } else if (std::holds_alternative<AdvanceOp>(op)) {
       AdvanceArgs args{.state = bound_.state(),
@@ -347,18 +361,37 @@ void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) co
     multiply(product(op), tokens(), l);
     return;
   }
-  const void* x = bf16_input(op.in, {}, l);
+  const void* x = bf16_input(op.in, op.norm.value_or(RmsNorm{}), l);
   const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
                                bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
 }
 
 LinearArgs StepKernels::product(const LinearOp& op) const {
-  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), {});
+  LinearArgs args =
+      product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm.value_or(RmsNorm{}));
   args.part[0] = {packed(op.weight), bound_.vector(op.bias), bound_.buffer(op.out),
                   static_cast<int>(bound_.width(op.out))};
   args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   return args;
+}
+
+std::size_t StepKernels::projections(std::size_t index, std::size_t last) const {
+  const std::vector<Op>& ops = bound_.plan().ops;
+  const auto* first = std::get_if<LinearOp>(&ops[index]);
+  if (!first || class_ != StepClass::kDecode || first->residual.valid()) return 0;
+  const std::size_t most = std::min(last - index, std::size(LinearArgs{}.part));
+  std::size_t count = 1;
+  for (; count < most; ++count) {
+    const auto* next = std::get_if<LinearOp>(&ops[index + count]);
+    if (!next || next->in != first->in || next->residual.valid() || next->out == first->in) break;
+    if (next->norm.has_value() != first->norm.has_value()) break;
+    if (next->norm &&
+        (next->norm->weight != first->norm->weight || next->norm->eps != first->norm->eps))
+      break;
+    if (!same_form(packed(next->weight), packed(first->weight))) break;
+  }
+  return first->out == first->in ? 1 : count;
 }
 
 void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {
