@@ -8,6 +8,7 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/route.h"
 #include "base/check.h"
 #include "tensor/quant_format.h"
 
@@ -38,6 +39,17 @@ WeightLayout CudaBackend::weight_layout(const WeightDecl& decl) const {
   if (decl.role == WeightRole::kVector) {
     return {.mapped = false,
             .bytes = static_cast<std::size_t>(decl.cols) * sizeof(float),
+            .dtype = DType::kF32};
+  }
+  if (decl.role == WeightRole::kRouter) {
+    if (decl.cols % 4 != 0 || decl.rows > kMostExperts) {
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: weight '{}': a router [{}, {}] has no kernel (a width that is a multiple "
+           "of 4, at most {} experts)",
+           decl.name, decl.rows, decl.cols, kMostExperts);
+    }
+    return {.mapped = false,
+            .bytes = static_cast<std::size_t>(decl.rows * decl.cols) * sizeof(float),
             .dtype = DType::kF32};
   }
   Codes codes = {};
@@ -75,6 +87,13 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
   if (decl.role == WeightRole::kVector) {
     std::vector<float> values(static_cast<std::size_t>(decl.cols));
     read_vector(decl, source, values.data());
+    device_.write(destination, values.data(), values.size() * sizeof(float));
+    device_.synchronize();
+    return;
+  }
+  if (decl.role == WeightRole::kRouter) {
+    std::vector<float> values(static_cast<std::size_t>(decl.rows * decl.cols));
+    dequantize_row(decl.dtype, source, values.data(), values.size());
     device_.write(destination, values.data(), values.size() * sizeof(float));
     device_.synchronize();
     return;
@@ -121,15 +140,12 @@ const char* missing_kernel(const Op& op) {
   if (const auto* attention = std::get_if<AttentionOp>(&op)) {
     return attention->sinks.valid() ? "an attention sink" : nullptr;
   }
-  const bool mixture = std::holds_alternative<RouteOp>(op) || std::holds_alternative<ExpertsOp>(op);
-  return mixture ? "a mixture of experts" : nullptr;
+  return nullptr;
 }
 
 // The weight of an op by which a person finds its layer: " 'layers.3.router'".
 std::string weight_of(const Op& op, const PlanTables& tables) {
   WeightId id;
-  if (const auto* route = std::get_if<RouteOp>(&op)) id = route->weight;
-  if (const auto* experts = std::get_if<ExpertsOp>(&op)) id = experts->gate;
   if (const auto* attention = std::get_if<AttentionOp>(&op)) id = attention->sinks;
   if (!id.valid()) return "";
   return fmt::format(" '{}'", tables.weights[static_cast<std::size_t>(id.index)].name);
