@@ -58,9 +58,10 @@ void expect_near(const std::vector<float>& got, const std::vector<float>& want, 
   }
 }
 
-void compare(const Layer& layer, std::initializer_list<int> counts) {
+void compare(const Layer& layer, std::initializer_list<int> counts,
+             const BackendOptions& options = {}) {
   Machine reference("reference", {}, layer.weights);
-  Machine machine("cuda", {}, layer.weights);
+  Machine machine("cuda", options, layer.weights);
   for (const int count : counts) {
     SCOPED_TRACE(std::to_string(count) + " tokens");
     Tokens tokens = layer.tokens(count, static_cast<unsigned>(count));
@@ -94,7 +95,31 @@ void expect_same_alone(const Layer& layer, std::initializer_list<int> counts) {
   }
 }
 
+// For the sanitizers: kernel by kernel, nothing captured.
+const BackendOptions kEager{.eager = true};
+
+void compare_routes(const LayerShape& shape, std::initializer_list<int> counts,
+                    const BackendOptions& options = {}) {
+  const Layer layer(shape);
+  Machine reference("reference", {}, layer.weights);
+  Machine machine("cuda", options, layer.weights);
+  for (const int count : counts) {
+    SCOPED_TRACE(std::to_string(count) + " tokens, " + std::to_string(shape.experts) + " experts");
+    Tokens tokens = layer.tokens(count, 7);
+    tokens.masked.assign(static_cast<std::size_t>(count), false);
+    tokens.masked.back() = count > 1;
+    expect_routes(machine.run(tokens, layer.routes()), reference.run(tokens, layer.routes()),
+                  shape.top_k);
+  }
+}
+
 TEST(CudaRoute, SmallStepsChooseWhatTheReferenceChooses) {
+  compare_routes({.experts = 7, .top_k = 3, .width = 36, .score = RouteScore::kSoftmax}, {1, 5},
+                 kEager);
+  compare_routes({.experts = 33, .top_k = 4, .width = 64, .norm_route = false}, {3}, kEager);
+}
+
+TEST(CudaRoute, EveryScoreIsThatOfTheReference) {
   for (const auto score :
        {RouteScore::kSoftmax, RouteScore::kSoftmaxOfChosen, RouteScore::kSigmoid}) {
     for (const bool norm : {true, false}) {
@@ -104,16 +129,7 @@ TEST(CudaRoute, SmallStepsChooseWhatTheReferenceChooses) {
         LayerShape shape = sizes;
         shape.score = score;
         shape.norm_route = norm;
-        const Layer layer(shape);
-        Machine reference("reference", {}, layer.weights);
-        Machine machine("cuda", {}, layer.weights);
-        for (const int count : {1, 3, 70}) {
-          Tokens tokens = layer.tokens(count, 7);
-          tokens.masked.assign(static_cast<std::size_t>(count), false);
-          tokens.masked.back() = count > 1;
-          expect_routes(machine.run(tokens, layer.routes()), reference.run(tokens, layer.routes()),
-                        shape.top_k);
-        }
+        compare_routes(shape, {1, 3, 70});
       }
     }
   }
@@ -139,7 +155,7 @@ TEST(CudaRoute, ChoosesWhatTheReferenceChooses) {
   }
 }
 
-TEST(CudaRoute, SmallTiesGoToTheLowerId) {
+TEST(CudaRoute, TiesGoToTheLowerId) {
   Layer layer({.experts = 50, .top_k = 20, .width = 32, .biases = false});
   std::vector<std::byte>& router =
       layer.weights.bytes[static_cast<std::size_t>(layer.router.index)];
@@ -155,7 +171,7 @@ TEST(CudaRoute, SmallTiesGoToTheLowerId) {
   expect_routes(machine.run(tokens, layer.routes()), reference.run(tokens, layer.routes()), 20);
 }
 
-TEST(CudaRoute, SmallNanIsTheSmallestScore) {
+TEST(CudaRoute, NanIsTheSmallestScore) {
   for (const auto score :
        {RouteScore::kSoftmax, RouteScore::kSoftmaxOfChosen, RouteScore::kSigmoid}) {
     Layer layer({.experts = 6, .top_k = 3, .width = 32, .score = score});
@@ -170,7 +186,7 @@ TEST(CudaRoute, SmallNanIsTheSmallestScore) {
   }
 }
 
-TEST(CudaRoute, SmallRoutersOfAnyFormMultiplyInF32) {
+TEST(CudaRoute, RoutersOfAnyFormMultiplyInF32) {
   for (const DType dtype : {DType::kF16, DType::kBF16, DType::kQ8_0, DType::kQ6_K}) {
     Layer layer({.experts = 9, .top_k = 4, .width = 256});
     layer.router = layer.weights.matrices(dtype, 1, 9, 256, 71, WeightRole::kRouter);
@@ -192,6 +208,12 @@ INSTANTIATE_TEST_SUITE_P(Forms, CudaExperts, testing::ValuesIn(kForms),
                          [](const auto& form) { return std::string(dtype_name(form.param)); });
 
 TEST_P(CudaExperts, SmallStepsEqualTheReference) {
+  LayerShape small = shape();
+  small.ff = in_super_blocks(GetParam()) ? 256 : 64;
+  compare(Layer(small), {1, 3, 9}, kEager);
+}
+
+TEST_P(CudaExperts, EqualTheReference) {
   compare(Layer(shape()), {1, 3, 8, 9, 64, 200});
   LayerShape plain = shape();
   plain.biases = false;
@@ -199,7 +221,7 @@ TEST_P(CudaExperts, SmallStepsEqualTheReference) {
   compare(Layer(plain), {1, 2, 33});
 }
 
-TEST_P(CudaExperts, SmallTokensAloneAreThoseInCompany) {
+TEST_P(CudaExperts, TokensAloneAreThoseInCompany) {
   expect_same_alone(Layer(shape()), {1, 2, 8, 9, 64, 70});
 }
 
@@ -215,7 +237,7 @@ TEST_P(CudaExperts, LargeLayersEqualTheReference) {
   expect_same_alone(layer, {3, 40});
 }
 
-TEST(CudaExpertsShapes, SmallShapesEqualTheReference) {
+TEST(CudaExpertsShapes, AllEqualTheReference) {
   for (const LayerShape& shape :
        {LayerShape{.experts = 2, .top_k = 1, .width = 8, .ff = 8},
         LayerShape{.experts = 5, .top_k = 5, .width = 24, .ff = 40, .biases = false},
@@ -237,7 +259,18 @@ TEST(CudaExpertsShapes, SmallShapesEqualTheReference) {
   }
 }
 
-TEST(CudaExpertsShapes, SmallGateAndUpOfDifferentForms) {
+TEST(CudaExpertsShapes, SmallStepsEqualTheReference) {
+  const BackendOptions& options = kEager;
+  compare(Layer({.experts = 3, .top_k = 1, .width = 8, .ff = 8}), {1, 4}, options);
+  compare(Layer({.experts = 1, .top_k = 1, .ff = 32, .score = RouteScore::kSigmoid}), {1, 10},
+          options);
+  Layer mixed({.experts = 3, .top_k = 2, .ff = 32, .dtype = DType::kF16});
+  mixed.up = mixed.weights.matrices(DType::kQ8_0, 3, 32, 64, 200);
+  compare(mixed, {1, 3}, options);
+  compare(Layer({.experts = 2, .top_k = 1, .width = 32, .ff = 32}), {70}, options);
+}
+
+TEST(CudaExpertsShapes, GateAndUpOfDifferentForms) {
   Layer layer({.width = 256, .ff = 256, .dtype = DType::kQ4_K});
   layer.up = layer.weights.matrices(DType::kQ8_0, 6, 256, 256, 200);
   layer.down = layer.weights.matrices(DType::kQ6_K, 6, 256, 256, 300);
@@ -245,7 +278,7 @@ TEST(CudaExpertsShapes, SmallGateAndUpOfDifferentForms) {
   expect_same_alone(layer, {1, 5, 40});
 }
 
-TEST(CudaExpertsShapes, SmallStepsWithAllTokensOnOneExpert) {
+TEST(CudaExpertsShapes, StepsWithAllTokensOnOneExpert) {
   Layer layer({.experts = 9, .top_k = 1, .dtype = DType::kBF16});
   auto* bias = reinterpret_cast<float*>(
       layer.weights.bytes[static_cast<std::size_t>(layer.router_bias.index)].data());
@@ -255,13 +288,13 @@ TEST(CudaExpertsShapes, SmallStepsWithAllTokensOnOneExpert) {
 }
 
 // More tokens than one tile of a chunk.
-TEST(CudaExpertsShapes, SmallLayersInALongChunk) {
+TEST(CudaExpertsShapes, ALongChunkIsComputedInTiles) {
   const Layer layer({.experts = 4, .top_k = 2, .width = 64, .ff = 64});
   compare(layer, {512, 513, 1100});
   expect_same_alone(layer, {600});
 }
 
-TEST(CudaExpertsShapes, SmallSharedExpertsAreAStackOfOne) {
+TEST(CudaExpertsShapes, SharedExpertsAreAStackOfOne) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kQ8_0}) {
     for (const bool biases : {false, true}) {
       for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
@@ -279,7 +312,7 @@ TEST(CudaExpertsShapes, SmallSharedExpertsAreAStackOfOne) {
   }
 }
 
-TEST(CudaExpertsShapes, SmallMaskedTokensAndNanStayWhereTheyAre) {
+TEST(CudaExpertsShapes, MaskedTokensAndNanStayWhereTheyAre) {
   for (const LayerShape& shape :
        {LayerShape{.experts = 5, .top_k = 2}, LayerShape{.experts = 1, .top_k = 1}}) {
     const Layer layer(shape);
@@ -316,7 +349,7 @@ TEST(CudaExpertsShapes, SmallMaskedTokensAndNanStayWhereTheyAre) {
   }
 }
 
-TEST(CudaExpertsShapes, SmallResidualsMayBeAbsentOrInPlace) {
+TEST(CudaExpertsShapes, ResidualsMayBeAbsentOrInPlace) {
   const Layer layer({});
   Machine machine("cuda", {}, layer.weights);
   Machine reference("reference", {}, layer.weights);
@@ -345,7 +378,7 @@ TEST(CudaExpertsShapes, SmallResidualsMayBeAbsentOrInPlace) {
   }
 }
 
-TEST(CudaExpertsShapes, SmallStepsAreTheSameHoweverTheyAreLaunched) {
+TEST(CudaExpertsShapes, StepsAreTheSameHoweverTheyAreLaunched) {
   const Layer layer({.experts = 9, .top_k = 4, .ff = 96, .dtype = DType::kBF16});
   Machine captured("cuda", {}, layer.weights);
   Machine plain_edges("cuda", {.dependent_launch = false}, layer.weights);
