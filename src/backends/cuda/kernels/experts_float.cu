@@ -1,4 +1,4 @@
-#include "backends/cuda/kernels/experts_kernel.cuh"
+#include "backends/cuda/kernels/experts_launch.cuh"
 
 namespace pianola::cuda::products {
 

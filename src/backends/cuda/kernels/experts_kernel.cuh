@@ -1,4 +1,4 @@
-// The products of experts: one kernel for every form of weights, instantiated by experts_*.cu.
+// The products of experts: one kernel for every form of weights.
 //
 // Work comes in units: a few tiles of eight rows of one expert, on the routes of one segment. Each
 // team of warps (as many as columns have slices) takes a run of neighbouring units. Which weights
@@ -6,7 +6,7 @@
 // travel through a ring in shared memory, every thread its own 16 bytes, across units.
 #pragma once
 
-#include <algorithm>
+#include <type_traits>
 
 #include "backends/cuda/kernels/activation.cuh"
 #include "backends/cuda/kernels/experts_forms.h"
@@ -260,19 +260,33 @@ __global__ void __launch_bounds__(kThreads, !kDirect && kGroups == 1 ? 2 : 1)
       }
     }
 
-    for (int step = step_begin; step < step_end; ++step) {
-      const auto activations = [&](int j, int m) -> uint4 {
-        const int c = step * S::kCols + column<codes>(j, t);
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if constexpr (kDirect) {
-          if (g == 0 && c < p.cols) v = staged[(kSums ? rank * quads : 0) + c / 4];
-        } else {
-          if (source[m] >= 0 && c < p.cols) {
-            v = __ldcg(p.words + static_cast<std::int64_t>(source[m]) * quads + c / 4);
+    const auto activations = [&](int step, int j, int m) -> uint4 {
+      const int c = step * S::kCols + column<codes>(j, t);
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if constexpr (kDirect) {
+        if (g == 0 && c < p.cols) v = staged[(kSums ? rank * quads : 0) + c / 4];
+      } else {
+        if (source[m] >= 0 && c < p.cols) {
+          v = __ldcg(p.words + static_cast<std::int64_t>(source[m]) * quads + c / 4);
+        }
+      }
+      return v;
+    };
+    // Of plain weights, the activations of the next step: on their way while this one's are used.
+    uint4 ahead[kQuantised ? 1 : S::kProducts][kQuantised ? 1 : kGroups];
+    const auto load_ahead = [&](int step) {
+      if constexpr (!kQuantised) {
+#pragma unroll
+        for (int j = 0; j < S::kProducts; ++j) {
+#pragma unroll
+          for (int m = 0; m < kGroups; ++m) {
+            if (m * 8 < count) ahead[j][m] = activations(step, j, m);
           }
         }
-        return v;
-      };
+      }
+    };
+    if (count > 0) load_ahead(step_begin);
+    for (int step = step_begin; step < step_end; ++step) {
       wait_copies<kDepth - 1>();
       if (count > 0) {
         uint4 weights[kTiles];
@@ -289,16 +303,16 @@ __global__ void __launch_bounds__(kThreads, !kDirect && kGroups == 1 ? 2 : 1)
               words[n].set(make_uint2(v, 0));
             }
           }
-          multiply_blocks<codes, scales>(acc, weights, words, kTiles, count, t, activations);
+          multiply_blocks<codes, scales>(acc, weights, words, kTiles, count, t,
+                                         [&](int j, int m) { return activations(step, j, m); });
         } else {
           uint4 a[S::kProducts][kGroups];
 #pragma unroll
           for (int j = 0; j < S::kProducts; ++j) {
 #pragma unroll
-            for (int m = 0; m < kGroups; ++m) {
-              a[j][m] = m * 8 < count ? activations(j, m) : make_uint4(0, 0, 0, 0);
-            }
+            for (int m = 0; m < kGroups; ++m) a[j][m] = ahead[j][m];
           }
+          if (step + 1 < step_end) load_ahead(step + 1);
 #pragma unroll
           for (int j = 0; j < S::kProducts; ++j) {
 #pragma unroll
@@ -395,44 +409,6 @@ __global__ void __launch_bounds__(kThreads, !kDirect && kGroups == 1 ? 2 : 1)
     }
   }
   wait_copies<0>();
-}
-
-template <Codes codes, Scales scales, ExpertProduct product, int kGroups, bool kDirect>
-void launch_experts_as(ExpertParams p, const Launch& launch) {
-  using T = ExpertTiling<codes, scales, product, kGroups>;
-  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
-  constexpr bool kSums = product == ExpertProduct::kSum;
-  p.steps = ceil_div(p.cols, Step<codes>::kCols);
-  p.slices = slices_of(p.steps);
-  p.segment_units = ceil_div(p.rows, T::kUnitRows);
-  std::size_t bytes = T::kRingBytes + 2 * T::kPartial * sizeof(float) *
-                                          static_cast<std::size_t>(kSums ? p.top_k : 1);
-  if (kDirect) {
-    bytes += static_cast<std::size_t>(p.cols) * sizeof(float) *
-             static_cast<std::size_t>(kSums ? p.top_k : 1);
-  }
-  auto* kernel = experts_kernel<codes, scales, product, kGroups, kDirect>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "experts: shared memory");
-  const int blocks_per_sm = !kDirect && kGroups == 1 ? 2 : 1;
-  launch_kernel(launch, "experts", kernel, dim3(static_cast<unsigned>(launch.sms * blocks_per_sm)),
-                dim3(kThreads), bytes, p);
-}
-
-template <Codes codes, Scales scales>
-void launch_experts(const ExpertParams& p, const ExpertLaunch& kind, const Launch& launch) {
-  using enum ExpertProduct;
-  if (kind.direct) {
-    if (kind.product == kSum) return launch_experts_as<codes, scales, kSum, 1, true>(p, launch);
-    return launch_experts_as<codes, scales, kGated, 1, true>(p, launch);
-  }
-  if (kind.product == kGated) {
-    if (kind.groups == 1) return launch_experts_as<codes, scales, kGated, 1, false>(p, launch);
-    return launch_experts_as<codes, scales, kGated, 4, false>(p, launch);
-  }
-  if (kind.groups == 1) return launch_experts_as<codes, scales, kPart, 1, false>(p, launch);
-  return launch_experts_as<codes, scales, kPart, 4, false>(p, launch);
 }
 
 }  // namespace pianola::cuda::products
