@@ -61,11 +61,6 @@ std::vector<Case> cases(const std::string& backend, const std::vector<std::strin
   std::vector<Case> result;
   for (const std::string& isa : isas) {
     for (std::size_t g = 0; g < goldens().size(); ++g) {
-      // The CUDA backend refuses mixtures of experts.
-      const std::string& name = goldens()[g].name;
-      const bool mixture = name.starts_with("gpt_oss/") || name.starts_with("qwen3_next/") ||
-                           name.find("_moe/") != std::string::npos;
-      if (backend == "cuda" && mixture) continue;
       for (std::size_t f = 0; f < goldens()[g].files.size(); ++f) {
         result.push_back({backend, isa, g, f});
       }

@@ -8,6 +8,7 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/route.h"
 #include "backends/cuda/kernels/state.h"
 #include "base/check.h"
 #include "tensor/quant_format.h"
@@ -39,6 +40,17 @@ WeightLayout CudaBackend::weight_layout(const WeightDecl& decl) const {
   if (decl.role == WeightRole::kVector) {
     return {.mapped = false,
             .bytes = static_cast<std::size_t>(decl.cols) * sizeof(float),
+            .dtype = DType::kF32};
+  }
+  if (decl.role == WeightRole::kRouter) {
+    if (decl.cols % 4 != 0 || decl.rows > kMostExperts) {
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: weight '{}': a router [{}, {}] has no kernel (a width that is a multiple "
+           "of 4, at most {} experts)",
+           decl.name, decl.rows, decl.cols, kMostExperts);
+    }
+    return {.mapped = false,
+            .bytes = static_cast<std::size_t>(decl.rows * decl.cols) * sizeof(float),
             .dtype = DType::kF32};
   }
   Codes codes = {};
@@ -80,6 +92,13 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
     device_.synchronize();
     return;
   }
+  if (decl.role == WeightRole::kRouter) {
+    std::vector<float> values(static_cast<std::size_t>(decl.rows * decl.cols));
+    dequantize_row(decl.dtype, source, values.data(), values.size());
+    device_.write(destination, values.data(), values.size() * sizeof(float));
+    device_.synchronize();
+    return;
+  }
   Codes codes = {};
   Scales scales = {};
   packed_form(decl.dtype, codes, scales);
@@ -97,26 +116,6 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
 
 namespace {
 
-// What the op set has and no kernel of this backend computes; null when there is nothing.
-const char* missing_kernel(const Op& op) {
-  if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
-    return conv->activation.value_or(Activation::kSilu) == Activation::kSilu
-               ? nullptr
-               : "an activation other than silu";
-  }
-  const bool mixture = std::holds_alternative<RouteOp>(op) || std::holds_alternative<ExpertsOp>(op);
-  return mixture ? "a mixture of experts" : nullptr;
-}
-
-// The weight of an op by which a person finds its layer: " 'layers.3.router'".
-std::string weight_of(const Op& op, const PlanTables& tables) {
-  WeightId id;
-  if (const auto* route = std::get_if<RouteOp>(&op)) id = route->weight;
-  if (const auto* experts = std::get_if<ExpertsOp>(&op)) id = experts->gate;
-  if (!id.valid()) return "";
-  return fmt::format(" '{}'", tables.weights[static_cast<std::size_t>(id.index)].name);
-}
-
 // The state that an op folds tokens into.
 StateId state_of(const Op& op) {
   if (const auto* delta = std::get_if<DeltaRuleOp>(&op)) return delta->state;
@@ -128,9 +127,11 @@ StateId state_of(const Op& op) {
 
 void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
-    if (const char* missing = missing_kernel(op)) {
-      fail(ErrorCode::kUnsupported, "cuda backend: {}{}: {} has no kernel", op_name(op),
-           weight_of(op, tables), missing);
+    if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
+      if (conv->activation.value_or(Activation::kSilu) != Activation::kSilu) {
+        fail(ErrorCode::kUnsupported,
+             "cuda backend: {}: an activation other than silu has no kernel", op_name(op));
+      }
     }
     if (const StateId state = state_of(op); state.valid()) {
       const int dim = tables.caches.states[static_cast<std::size_t>(state.index)].key_dim;

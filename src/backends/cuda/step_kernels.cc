@@ -6,6 +6,7 @@
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
 #include "backends/cuda/kernels/state.h"
+#include "backends/cuda/step_experts.h"
 #include "base/check.h"
 
 namespace pianola::cuda {
@@ -41,6 +42,7 @@ struct Sizes {
   int kv_heads = 0, heads = 0, value_dim = 0, state_heads = 0;
   std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, score_vocab = 0;
   std::int64_t head_width = 0;
+  std::size_t experts = 0;  // bytes
 };
 
 Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
@@ -72,6 +74,14 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
       s.ff = std::max(s.ff, decl(m->gate).rows);
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
+    } else if (const auto* r = std::get_if<RouteOp>(&op)) {
+      s.experts = std::max(s.experts, route_bytes(*r, plan, tables));
+    } else if (const auto* e = std::get_if<ExpertsOp>(&op)) {
+      s.experts = std::max(s.experts, experts_bytes(*e, plan, tables));
+      if (is_shared(decl(e->gate), decl(e->up))) {
+        s.ff = std::max(s.ff, decl(e->gate).rows);
+        s.widest = std::max(s.widest, decl(e->gate).cols);
+      }
     } else if (const auto* h = std::get_if<LmHeadOp>(&op)) {
       s.head_width = std::max(s.head_width, decl(h->weight).cols);
     } else if (const auto* c = std::get_if<ScoreOp>(&op)) {
@@ -116,6 +126,7 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
   }
   c.logits = pieces.take(size_of(kDecodeTokens) * size_of(s.score_vocab) * sizeof(float));
   c.rates = pieces.take(tokens * size_of(s.state_heads) * sizeof(StepRates));
+  c.experts = pieces.take(s.experts);
   c.bytes = pieces.bytes();
   return c;
 }
@@ -532,14 +543,6 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
   }
   next.dependent = dependent;
   multiply(down_product(op), tokens(), next);
-}
-
-void StepKernels::run(const RouteOp&, std::size_t, const Launch&) const {
-  PIANOLA_CHECK(false, "route has no kernel");
-}
-
-void StepKernels::run(const ExpertsOp&, std::size_t, const Launch&) const {
-  PIANOLA_CHECK(false, "experts have no kernel");
 }
 
 LinearArgs StepKernels::gated_product(const GatedMlpOp& op) const {
