@@ -1,7 +1,7 @@
 // Every family, in every form of its files, against transformers: whole rows, any chunking, token
-// by token, and two rows of different lengths in one step. On the reference backend, and on the CPU
-// backend with each instruction set that the machine has. Some with caches that round, against
-// transformers with caches that round alike.
+// by token, and two rows of different lengths in one step. On the reference backend, on the CPU
+// backend with each instruction set that the machine has, and on a GPU. Some with caches that
+// round, against transformers with caches that round alike.
 #include <gtest/gtest.h>
 #include <unistd.h>
 

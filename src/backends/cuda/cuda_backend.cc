@@ -130,7 +130,8 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
       if (conv->activation.value_or(Activation::kSilu) != Activation::kSilu) {
         fail(ErrorCode::kUnsupported,
-             "cuda backend: {}: an activation other than silu has no kernel", op_name(op));
+             "cuda backend: {} of state {}: an activation other than silu has no kernel",
+             op_name(op), conv->state.index);
       }
     }
     if (const StateId state = state_of(op); state.valid()) {

@@ -12,13 +12,6 @@ const WeightDecl& decl_of(const PlanTables& tables, WeightId id) {
   return tables.weights[static_cast<std::size_t>(id.index)];
 }
 
-bool same_form(DType a, DType b) {
-  Codes codes[2] = {};
-  Scales scales[2] = {};
-  return packed_form(a, codes[0], scales[0]) && packed_form(b, codes[1], scales[1]) &&
-         codes[0] == codes[1] && scales[0] == scales[1];
-}
-
 ExpertStack stack_of(const BoundWeight& weight, const float* bias) {
   return {.weight = packed_weight(weight),
           .stride = static_cast<std::int64_t>(weight.matrix(1) - weight.data),

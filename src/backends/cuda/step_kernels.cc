@@ -92,10 +92,6 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
   return s;
 }
 
-bool same_form(const PackedWeight& a, const PackedWeight& b) {
-  return a.codes == b.codes && a.scales == b.scales && a.cols == b.cols;
-}
-
 }  // namespace
 
 StepClass step_class(const Plan& plan, const CudaOptions& options) {
@@ -395,14 +391,12 @@ std::size_t StepKernels::projections(std::size_t index, std::size_t last) const 
   std::size_t count = 1;
   for (; count < most; ++count) {
     const auto* next = std::get_if<LinearOp>(&ops[index + count]);
-    if (!next || next->in != first->in || next->residual.valid() || next->out == first->in) break;
-    if (next->norm.has_value() != first->norm.has_value()) break;
-    if (next->norm &&
-        (next->norm->weight != first->norm->weight || next->norm->eps != first->norm->eps))
+    if (!next || next->in != first->in || next->norm != first->norm || next->residual.valid() ||
+        !same_form(packed(next->weight), packed(first->weight))) {
       break;
-    if (!same_form(packed(next->weight), packed(first->weight))) break;
+    }
   }
-  return first->out == first->in ? 1 : count;
+  return count;
 }
 
 void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {

@@ -51,10 +51,6 @@ Scratch plan(const ExpertsShape& s) {
   return c;
 }
 
-bool same_form(const PackedWeight& a, const PackedWeight& b) {
-  return a.codes == b.codes && a.scales == b.scales;
-}
-
 void multiply(const PackedWeight& form, const ExpertParams& p, const ExpertLaunch& kind,
               const Launch& launch) {
   switch (form.codes) {
