@@ -69,8 +69,8 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       product(l->weight);
     } else if (const auto* d = std::get_if<DeltaRuleOp>(&op)) {
       s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(d->state.index)].heads);
-    } else if (const auto* r = std::get_if<SsmOp>(&op)) {
-      s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(r->state.index)].heads);
+    } else if (const auto* x = std::get_if<SsmOp>(&op)) {
+      s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(x->state.index)].heads);
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
       s.ff = std::max(s.ff, decl(m->gate).rows);
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
