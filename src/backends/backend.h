@@ -146,8 +146,6 @@ class Backend {
   virtual void repack(const WeightDecl& decl, const WeightLayout& layout, const std::byte* source,
                       std::byte* destination) = 0;
 
-  // Whether rows may outgrow a layer's sliding window.
-  virtual bool has_windows() const { return true; }
   // Throws Unsupported naming op and layer when the Plan cannot run here.
   virtual void check(const Plan& plan, const PlanTables& tables) const = 0;
   virtual std::size_t scratch_bytes(const Plan& plan, const PlanTables& tables) const = 0;

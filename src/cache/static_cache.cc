@@ -88,6 +88,14 @@ int CacheLayout::least_kept_by_states(int written) const {
   return std::max(0, (written / view.interval - view.anchors + 1) * view.interval);
 }
 
+int CacheLayout::most_ahead() const {
+  bool forgets = !states_.empty();
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    forgets = forgets || capacity(layer) < capacity_;
+  }
+  return forgets ? std::max(1, options_.rollback_depth) : capacity_;
+}
+
 int CacheLayout::checkpoint_interval() const {
   return states_.empty() ? 1 : state_shape(0).interval;
 }

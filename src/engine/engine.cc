@@ -47,18 +47,23 @@ std::span<const TokenEvent> Engine::run(int max_rounds, std::span<const int> row
   return e.events;
 }
 
-// And without waiting for the end of them.
+// And without waiting for the end of them. A run goes no further than its rows can go back, so that
+// rounds that the caller has not seen can be taken back; behind it the next one begins.
 std::span<const TokenEvent> Engine::stream(std::span<const int> rows) {
   Impl& e = *impl_;
   if (e.take_waiting(rows)) return e.events;
-  if (!e.running || !std::ranges::equal(e.running_rows, rows)) {
-    e.settle();
-    if (e.take_waiting(rows)) return e.events;
-    if (!e.all_decode(rows)) return step(rows);
-    e.begin_run(rows, e.state.ring_capacity);
-  }
-  while (e.events.empty() && e.wait_run(e.events)) {
-  }
+  const int most = std::min(e.state.ring_capacity, e.layout.cache_layout().most_ahead());
+  do {
+    if (!e.running || !std::ranges::equal(e.running_rows, rows)) {
+      e.settle();
+      if (e.take_waiting(rows)) return e.events;
+      if (!e.all_decode(rows)) return step(rows);
+      e.begin_run(rows, most);
+      if (!e.running) break;  // no row has work
+    }
+    while (e.events.empty() && e.wait_run(e.events)) {
+    }
+  } while (e.events.empty());
   return e.events;
 }
 

@@ -119,11 +119,9 @@ int logits_chunk_of(const EngineOptions& options) { return std::min(options.chun
 
 namespace {
 
-// The longest that a model can use: its own limit, its window where the backend has none, and the
-// default.
-int longest_default(const ModelConfig& config, const Backend& backend) {
-  std::int64_t length = std::min<std::int64_t>(config.max_position_embeddings, kDefaultMaxSeqLen);
-  if (!backend.has_windows()) length = std::min(length, config.smallest_window().value_or(length));
+// The longest that a model can use: its own limit and the default.
+int longest_default(const ModelConfig& config) {
+  const auto length = std::min<std::int64_t>(config.max_position_embeddings, kDefaultMaxSeqLen);
   return static_cast<int>(std::max<std::int64_t>(length, 1));
 }
 
@@ -131,7 +129,7 @@ int longest_default(const ModelConfig& config, const Backend& backend) {
 // counted as `longest` needs it, which is a little more than a shorter length does.
 int choose_max_seq_len(const CausalModel& model, EngineOptions options, const Backend& backend,
                        std::size_t available) {
-  int length = longest_default(model.config(), backend);
+  int length = longest_default(model.config());
   options.max_seq_len = length;
   options.memory_limit = available;
   const EngineLayout longest(model, options, backend);

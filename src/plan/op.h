@@ -30,6 +30,7 @@ using StateId = Id<struct StateTag>;    // state layer cache
 struct RmsNorm {
   WeightId weight;  // [width]
   float eps = 0;
+  bool operator==(const RmsNorm&) const = default;
 };
 
 enum class RopeStyle : std::uint8_t {

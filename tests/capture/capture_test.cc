@@ -22,9 +22,9 @@ struct Case {
   std::string backend;
   std::string isa;
   std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window;
-                     // "experts": with that, sinks and a mixture of experts; "hybrid": with layers
-                     // of linear attention, "exact": and their states kept; "ssm": with layers of
-                     // Mamba-2
+                     // "experts": with that, sinks and a mixture of experts; "shared": a mixture
+                     // with a shared expert; "hybrid": with layers of linear attention, "exact":
+                     // and their states kept; "ssm": with layers of Mamba-2
   std::string cache_type = "f16";
 };
 
@@ -35,7 +35,11 @@ void PrintTo(const Case& c, std::ostream* out) {
 std::vector<Case> cases() {
   // CMake says which backends this program tests: those of any machine, or the one of a GPU.
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
-    return {{"cuda", "", "f32"}, {"cuda", "", "f16"}, {"cuda", "", "q8_0"}, {"cuda", "", "q4_0"}};
+    return {{"cuda", "", "f32"},       {"cuda", "", "f16"},         {"cuda", "", "q8_0"},
+            {"cuda", "", "q4_0"},      {"cuda", "", "window"},      {"cuda", "", "experts"},
+            {"cuda", "", "shared"},    {"cuda", "", "hybrid"},      {"cuda", "", "exact"},
+            {"cuda", "", "ssm"},       {"cuda", "", "f32", "int8"}, {"cuda", "", "window", "int8"},
+            {"cuda", "", "f32", "fp8"}};
   }
   std::vector<Case> all = {{"reference", "", "f32"},         {"reference", "", "window"},
                            {"reference", "", "experts"},     {"reference", "", "hybrid"},
@@ -87,6 +91,10 @@ class CaptureTest : public testing::TestWithParam<Case> {
     }
     if (GetParam().form == "experts") {
       model_ = CausalModel::open(golden_folder() / "gpt_oss" / "mixed" / "hf");
+      return;
+    }
+    if (GetParam().form == "shared") {
+      model_ = CausalModel::open(golden_folder() / "qwen2_moe" / "shared" / "hf");
       return;
     }
     if (GetParam().form == "hybrid" || GetParam().form == "exact") {

@@ -228,18 +228,6 @@ TEST_F(CudaMemory, WhatOthersHoldIsNotAvailable) {
   load(options);
 }
 
-TEST_F(CudaMemory, ACacheWithoutKernelsIsRefused) {
-  for (const std::string type : {"int8", "fp8"}) {
-    const EngineOptions options = {.backend = "cuda", .max_seq_len = 256, .cache_type = type};
-    for (const auto& error : {error_of([&] { Engine(model_, options); }),
-                              error_of([&] { Engine::plan(*model_, options); })}) {
-      ASSERT_TRUE(error) << type;
-      EXPECT_EQ(error->code(), ErrorCode::kUnsupported);
-      EXPECT_THAT(error->what(), HasSubstr("layer 0: a cache of " + type + " has no kernel"));
-    }
-  }
-}
-
 TEST_F(CudaMemory, ADeviceThatIsNotThereIsAnInvalidArgument) {
   for (const int device : {-1, 64}) {
     const auto error = error_of([&] { Engine(model_, {.backend = "cuda", .device = device}); });

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <random>
 
+#include "backends/reference/ops.h"
 #include "cuda/matrix_fixture.h"
 
 namespace pianola::cuda {
@@ -233,16 +234,20 @@ TEST(Linear, SmallPartsShareALaunchAndGather) {
   }
 }
 
-void expect_gated(DType dtype, int tokens, int rows, int cols) {
+void expect_gated(DType dtype, int tokens, int rows, int cols,
+                  Activation activation = Activation::kSilu) {
   const Matrix gate = make_matrix(dtype, rows, cols, 1);
   const Matrix up = make_matrix(dtype, rows, cols, 2);
-  const std::vector<float> x = random_floats(static_cast<std::size_t>(64 * cols), 3);
+  // Beyond the limits of the clamped one as well.
+  const float size = activation == Activation::kClampedSwish ? 4.0F : 1.0F;
+  const std::vector<float> x = random_floats(static_cast<std::size_t>(64 * cols), 3, size);
   const DeviceArray<float> x_device(x);
   const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
   DeviceArray<float> out(static_cast<std::size_t>(64 * rows));
   LinearArgs args;
   args.parts = 2;
   args.end = LinearEnd::kGated;
+  args.activation = activation;
   args.part[0] = {gate.view, nullptr, out.data(), rows};
   args.part[1] = {up.view, nullptr, nullptr, rows};
   args.in = x_device.data();
@@ -268,28 +273,39 @@ void expect_gated(DType dtype, int tokens, int rows, int cols) {
         g_size += g_term * g_term;
         u_size += u_term * u_term;
       }
-      const double gated = g / (1 + std::exp(-g));
-      const double want = gated * u;
-      // The slope of silu is at most 1.1.
-      const double bar = kTolerance * (1.1 * std::sqrt(g_size) * std::fabs(u) +
-                                       std::fabs(gated) * std::sqrt(u_size) + 1);
+      const double want =
+          reference::gated(activation, static_cast<float>(g), static_cast<float>(u));
+      // The slope of an activation is at most 1.2; its value is below the gate's.
+      const double bar = kTolerance * (1.2 * std::sqrt(g_size) * (std::fabs(u) + 1) +
+                                       (std::fabs(g) + 1) * std::sqrt(u_size) + 1);
       ASSERT_NEAR(y[static_cast<std::size_t>(t * rows + r)], want, bar)
           << dtype_name(dtype) << " " << t << " " << r;
     }
   }
 }
 
-TEST(Linear, GatedIsSiluOfOneTimesTheOther) {
-  for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
-    for (const int tokens : {1, 3, 20, 64}) expect_gated(dtype, tokens, 340, 576);
+constexpr Activation kActivations[] = {Activation::kSilu, Activation::kGeluTanh,
+                                       Activation::kClampedSwish};
+
+TEST(Linear, GatedIsTheActivationOfOneTimesTheOther) {
+  for (const Activation activation : kActivations) {
+    for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
+      for (const int tokens : {1, 3, 20, 64}) expect_gated(dtype, tokens, 340, 576, activation);
+    }
+    for (const int tokens : {3, 20, 64}) {
+      expect_gated(DType::kBF16, tokens, 340, 1024, activation);
+    }
   }
 }
 
-TEST(Linear, SmallGatedIsSiluOfOneTimesTheOther) {
+TEST(Linear, SmallGatedIsTheActivationOfOneTimesTheOther) {
   for (const DType dtype : {DType::kBF16, DType::kQ4_1, DType::kQ8_0}) {
     for (const int tokens : {3, 20}) expect_gated(dtype, tokens, 20, 96);
   }
-  expect_gated(DType::kBF16, 3, 20, 1024);
+  for (const Activation activation : kActivations) {
+    expect_gated(DType::kQ8_0, 3, 20, 96, activation);
+    expect_gated(DType::kBF16, 3, 20, 1024, activation);
+  }
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ struct Model {
   int vocab = 1000;
   bool biases = false;
   bool head_norms = false;
+  int turned = 64;  // elements of a head
 };
 
 const Model kModels[] = {
@@ -41,7 +42,8 @@ const Model kModels[] = {
      .kv_heads = 2,
      .dim = 128,
      .ff = 3072,
-     .head_norms = true},
+     .head_norms = true,
+     .turned = 128},
     {.name = "groups of 16 heads, a wide vocabulary", .heads = 16, .kv_heads = 1, .vocab = 9000},
     {.name = "f16, biases",
      .weights = DType::kF16,
@@ -53,7 +55,8 @@ const Model kModels[] = {
      .kv_heads = 2,
      .ff = 2432,
      .vocab = 1003,
-     .biases = true},
+     .biases = true,
+     .turned = 24},
     {.name = "Q4_1",
      .weights = DType::kQ4_1,
      .value_weights = DType::kQ4_1,
@@ -171,9 +174,9 @@ class Layers {
     head_ = matrix(m_.head_weights, m_.vocab, m_.hidden);
     head_norm_ = vector(m_.hidden);
     std::vector<float> frequencies;
-    for (int i = 0; i < m_.dim / 2; ++i) {
+    for (int i = 0; i < m_.turned / 2; ++i) {
       frequencies.push_back(
-          std::pow(10000.0F, -2.0F * static_cast<float>(i) / static_cast<float>(m_.dim)));
+          std::pow(10000.0F, -2.0F * static_cast<float>(i) / static_cast<float>(m_.turned)));
     }
     frequencies_ = DeviceArray<float>(frequencies);
     x_start_ = random_floats(size(kPersistentTokens, m_.hidden), ++seed);
@@ -351,6 +354,7 @@ class Layers {
       h.q_norm_eps = h.k_norm_eps = 1e-6F;
     }
     h.inverse_frequencies = frequencies_.data();
+    h.turned = m_.turned;
     h.heads = m_.heads;
     h.cache.dtype = m_.cache;
     h.cache.kv_heads = m_.kv_heads;
@@ -460,6 +464,11 @@ TEST(PersistentStep, SaysWhyItCannotBeOneKernel) {
   refuse([](auto&) {}, 33, "more than 32 tokens");
   refuse([](auto& ops) { ops[1].attention.cache.dtype = DType::kF32; }, 1, "an f32 cache");
   refuse([](auto& ops) { ops[1].attention.cache.key_dim = 80; }, 1, "heads of 80 and 64");
+  refuse([](auto& ops) { ops[6].attention.cache.window = 100; }, 1, "a sliding window");
+  const DeviceArray<float> sinks(std::vector<float>(8));
+  refuse([&](auto& ops) { ops[6].attention.sinks = sinks.data(); }, 1, "attention sinks");
+  refuse([](auto& ops) { ops[3].linear.activation = Activation::kGeluTanh; }, 1,
+         "an activation other than silu");
   refuse([](auto& ops) { ops[6].attention.cache.kv_heads = 1; }, 1, "layers of different heads");
   refuse([](auto& ops) { ops[0].linear.part[0].weight.codes = Codes::kF32; }, 1, "f32 weights");
   refuse([](auto& ops) { ops[4].linear.part[0].weight.cols = 1000; }, 1, "rows of 1000 columns");

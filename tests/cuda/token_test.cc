@@ -60,7 +60,7 @@ Table random_table(DType dtype, int rows, int cols, std::mt19937& random) {
   return table;
 }
 
-void compare_embed(DType dtype, int cols) {
+void compare_embed(DType dtype, int cols, float scale = 1) {
   std::mt19937 random(1);
   constexpr int kVocab = 50;
   constexpr int kTokens = 9;  // of the bucket
@@ -79,7 +79,11 @@ void compare_embed(DType dtype, int cols) {
   state.upload();
   const auto width = static_cast<std::size_t>(cols);
   DeviceArray<float> out(kTokens * width);
-  embed({.table = table.weight, .out = out.data(), .state = state.device, .tokens = kTokens},
+  embed({.table = table.weight,
+         .scale = scale,
+         .out = out.data(),
+         .state = state.device,
+         .tokens = kTokens},
         test_launch());
   const auto got = out.read();
   ASSERT_TRUE(out.intact());
@@ -90,7 +94,7 @@ void compare_embed(DType dtype, int cols) {
         ASSERT_TRUE(std::isnan(value)) << "padding token " << t << " col " << c;
       } else {
         const auto row = static_cast<std::size_t>(std::max(0, state.host.token[t]));
-        const float want = t == 3 ? 0 : table.values[row * width + c];
+        const float want = t == 3 ? 0 : table.values[row * width + c] * scale;
         ASSERT_EQ(value, want) << "token " << t << " col " << c;
       }
     }
@@ -117,6 +121,13 @@ TEST(Embed, SmallRowsOfEveryForm) {
     compare_embed(dtype, 96);
   }
   for (const DType dtype : {DType::kQ4_K, DType::kQ5_K, DType::kQ6_K}) compare_embed(dtype, 256);
+}
+
+TEST(Embed, SmallScaled) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kQ4_0, DType::kQ6_K}) {
+    compare_embed(dtype, 256, 25.298221F);
+  }
+  compare_embed(DType::kF32, 33, 0.1F);
 }
 
 TEST(Embed, ManyTokens) {
@@ -153,6 +164,7 @@ class Norms : public ::testing::Test {
   static constexpr float kEps = 1e-5F;
 
   void compare_f32(const std::vector<NormCase>& cases);
+  void compare_residual(const std::vector<NormCase>& cases);
   void compare_bf16(const std::vector<NormCase>& cases);
   void prepare(const NormCase& c) {
     case_ = c;
@@ -236,6 +248,50 @@ void Norms::compare_f32(const std::vector<NormCase>& cases) {
     }
   }
 }
+
+// A residual behind the norm, apart and where the result goes.
+void Norms::compare_residual(const std::vector<NormCase>& cases) {
+  for (const NormCase& c : cases) {
+    SCOPED_TRACE("width " + std::to_string(c.width) + " tokens " + std::to_string(c.tokens));
+    prepare(c);
+    const std::size_t count =
+        static_cast<std::size_t>(c.tokens) * static_cast<std::size_t>(c.width);
+    std::vector<float> residual = random_floats(count, random_);
+    std::fill(residual.begin() + std::ptrdiff_t{c.live} * c.width, residual.end(), NAN);
+    DeviceArray<float> in_place(residual);
+    const DeviceArray<float> apart(residual);
+    DeviceArray<float> out(count);
+    NormArgs norm = args();
+    norm.residual = apart.data();
+    norm.out = out.data();
+    rms_norm(norm, test_launch());
+    norm.residual = norm.out = in_place.data();
+    rms_norm(norm, test_launch());
+    const auto got = out.read();
+    ASSERT_TRUE(out.intact());
+    ASSERT_TRUE(in_place.intact());
+    ASSERT_EQ(std::memcmp(got.data(), in_place.read().data(),
+                          static_cast<std::size_t>(c.live * c.width) * sizeof(float)),
+              0);
+    for (int t = 0; t < c.tokens; ++t) {
+      const auto expected = t < c.live ? want(t) : std::vector<float>();
+      for (int i = 0; i < c.width; ++i) {
+        const auto at = static_cast<std::size_t>(t * c.width + i);
+        if (t >= c.live) {
+          ASSERT_TRUE(std::isnan(got[at])) << "padding token " << t;
+        } else {
+          const float normed = expected[static_cast<std::size_t>(i)];
+          ASSERT_NEAR(got[at], normed + residual[at],
+                      2e-6F * (1 + std::fabs(normed) + std::fabs(residual[at])))
+              << t << " " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Norms, Residual) { compare_residual(all_norm_cases()); }
+TEST_F(Norms, SmallResidual) { compare_residual(small_norm_cases()); }
 
 TEST_F(Norms, F32) { compare_f32(all_norm_cases()); }
 TEST_F(Norms, SmallF32) { compare_f32(small_norm_cases()); }

@@ -8,6 +8,8 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/route.h"
+#include "backends/cuda/kernels/state.h"
 #include "base/check.h"
 #include "tensor/quant_format.h"
 
@@ -38,6 +40,17 @@ WeightLayout CudaBackend::weight_layout(const WeightDecl& decl) const {
   if (decl.role == WeightRole::kVector) {
     return {.mapped = false,
             .bytes = static_cast<std::size_t>(decl.cols) * sizeof(float),
+            .dtype = DType::kF32};
+  }
+  if (decl.role == WeightRole::kRouter) {
+    if (decl.cols % 4 != 0 || decl.rows > kMostExperts) {
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: weight '{}': a router [{}, {}] has no kernel (a width that is a multiple "
+           "of 4, at most {} experts)",
+           decl.name, decl.rows, decl.cols, kMostExperts);
+    }
+    return {.mapped = false,
+            .bytes = static_cast<std::size_t>(decl.rows * decl.cols) * sizeof(float),
             .dtype = DType::kF32};
   }
   Codes codes = {};
@@ -79,6 +92,13 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
     device_.synchronize();
     return;
   }
+  if (decl.role == WeightRole::kRouter) {
+    std::vector<float> values(static_cast<std::size_t>(decl.rows * decl.cols));
+    dequantize_row(decl.dtype, source, values.data(), values.size());
+    device_.write(destination, values.data(), values.size() * sizeof(float));
+    device_.synchronize();
+    return;
+  }
   Codes codes = {};
   Scales scales = {};
   packed_form(decl.dtype, codes, scales);
@@ -96,82 +116,36 @@ void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std:
 
 namespace {
 
-// What the op set has and no kernel of this backend computes; null when there is nothing.
-const char* missing_kernel(const Op& op) {
-  if (const auto* embed = std::get_if<EmbedOp>(&op)) {
-    return embed->scale != 1 ? "an embedding that is scaled" : nullptr;
-  }
-  if (const auto* norm = std::get_if<NormOp>(&op)) {
-    return norm->residual.valid() ? "a norm before the residual" : nullptr;
-  }
-  if (const auto* linear = std::get_if<LinearOp>(&op)) {
-    return linear->norm ? "a norm before a single matrix" : nullptr;
-  }
-  if (std::holds_alternative<ShortConvOp>(op) || std::holds_alternative<DeltaRuleOp>(op) ||
-      std::holds_alternative<SsmOp>(op)) {
-    return "a state layer";
-  }
-  if (std::holds_alternative<GateOp>(op) || std::holds_alternative<GatedNormOp>(op)) {
-    return "a gate";
-  }
-  if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
-    if (mlp->activation != Activation::kSilu) return "an activation other than silu";
-    return mlp->residual.valid() ? nullptr : "an MLP without a residual";
-  }
-  if (const auto* attention = std::get_if<AttentionOp>(&op)) {
-    return attention->sinks.valid() ? "an attention sink" : nullptr;
-  }
-  const bool mixture = std::holds_alternative<RouteOp>(op) || std::holds_alternative<ExpertsOp>(op);
-  return mixture ? "a mixture of experts" : nullptr;
-}
-
-// The weight of an op by which a person finds its layer: " 'layers.3.router'".
-std::string weight_of(const Op& op, const PlanTables& tables) {
-  WeightId id;
-  if (const auto* route = std::get_if<RouteOp>(&op)) id = route->weight;
-  if (const auto* experts = std::get_if<ExpertsOp>(&op)) id = experts->gate;
-  if (const auto* attention = std::get_if<AttentionOp>(&op)) id = attention->sinks;
-  if (!id.valid()) return "";
-  return fmt::format(" '{}'", tables.weights[static_cast<std::size_t>(id.index)].name);
+// The state that an op folds tokens into.
+StateId state_of(const Op& op) {
+  if (const auto* delta = std::get_if<DeltaRuleOp>(&op)) return delta->state;
+  if (const auto* ssm = std::get_if<SsmOp>(&op)) return ssm->state;
+  return {};
 }
 
 }  // namespace
 
 void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
   for (const Op& op : plan.ops) {
-    if (const char* missing = missing_kernel(op)) {
-      fail(ErrorCode::kUnsupported, "cuda backend: {}{}: {} has no kernel", op_name(op),
-           weight_of(op, tables), missing);
-    }
-    if (const auto* qkv = std::get_if<QkvOp>(&op)) {
-      const WeightId rope = qkv->rope.inverse_frequencies;
-      const std::int64_t turned = 2 * tables.weights[static_cast<std::size_t>(rope.index)].cols;
-      const int dim = tables.caches.attention[static_cast<std::size_t>(qkv->cache.index)].key_dim;
-      if (turned != dim) {
+    if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
+      if (conv->activation.value_or(Activation::kSilu) != Activation::kSilu) {
         fail(ErrorCode::kUnsupported,
-             "cuda backend: qkv of layer cache {}: a rope that turns {} of {} elements of a head "
-             "has no kernel",
-             qkv->cache.index, turned, dim);
+             "cuda backend: {} of state {}: an activation other than silu has no kernel",
+             op_name(op), conv->state.index);
+      }
+    }
+    if (const StateId state = state_of(op); state.valid()) {
+      const int dim = tables.caches.states[static_cast<std::size_t>(state.index)].key_dim;
+      if (dim > kMaxStateKeyDim) {
+        fail(ErrorCode::kUnsupported,
+             "cuda backend: {} of state {}: keys of {} elements have no kernel (at most {})",
+             op_name(op), state.index, dim, kMaxStateKeyDim);
       }
     }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
-    const DType dtype = tables.cache_shape.dtype;
-    if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
-      fail(ErrorCode::kUnsupported,
-           "cuda backend: attention of layer {}: a cache of {} has no kernel; choose cache_type "
-           "f16, bf16 or f32",
-           attention->cache.index, dtype_name(dtype));
-    }
     const AttentionSpec& kv =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
-    if (kv.window > 0) {
-      fail(ErrorCode::kUnsupported,
-           "cuda backend: attention of layer {}: a sliding window of {} tokens that rows outgrow "
-           "has "
-           "no kernel; choose max_seq_len at most {}",
-           attention->cache.index, kv.window, kv.window);
-    }
     if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {
       fail(
           ErrorCode::kUnsupported,

@@ -23,7 +23,6 @@ class CudaBackend final : public Backend {
   WeightLayout weight_layout(const WeightDecl& decl) const override;
   void repack(const WeightDecl& decl, const WeightLayout& layout, const std::byte* source,
               std::byte* destination) override;
-  bool has_windows() const override { return false; }
   void check(const Plan& plan, const PlanTables& tables) const override;
   std::size_t scratch_bytes(const Plan& plan, const PlanTables& tables) const override;
   std::unique_ptr<Program> compile(const Plan& plan, const Binding& binding) override;

@@ -5,6 +5,8 @@
 #include "backends/cuda/kernels/gate.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
+#include "backends/cuda/kernels/state.h"
+#include "backends/cuda/step_experts.h"
 #include "base/check.h"
 
 namespace pianola::cuda {
@@ -37,9 +39,10 @@ bool is_gemm_form(const WeightDecl& decl) {
 }
 
 struct Sizes {
-  int kv_heads = 0, heads = 0, value_dim = 0;
+  int kv_heads = 0, heads = 0, value_dim = 0, state_heads = 0;
   std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, score_vocab = 0;
   std::int64_t head_width = 0;
+  std::size_t experts = 0;  // bytes
 };
 
 Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
@@ -64,9 +67,21 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.value_dim = std::max(s.value_dim, spec.value_dim);
     } else if (const auto* l = std::get_if<LinearOp>(&op)) {
       product(l->weight);
+    } else if (const auto* d = std::get_if<DeltaRuleOp>(&op)) {
+      s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(d->state.index)].heads);
+    } else if (const auto* x = std::get_if<SsmOp>(&op)) {
+      s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(x->state.index)].heads);
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
       s.ff = std::max(s.ff, decl(m->gate).rows);
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
+    } else if (const auto* r = std::get_if<RouteOp>(&op)) {
+      s.experts = std::max(s.experts, route_bytes(*r, plan, tables));
+    } else if (const auto* e = std::get_if<ExpertsOp>(&op)) {
+      s.experts = std::max(s.experts, experts_bytes(*e, plan, tables));
+      if (is_shared(decl(e->gate), decl(e->up))) {
+        s.ff = std::max(s.ff, decl(e->gate).rows);
+        s.widest = std::max(s.widest, decl(e->gate).cols);
+      }
     } else if (const auto* h = std::get_if<LmHeadOp>(&op)) {
       s.head_width = std::max(s.head_width, decl(h->weight).cols);
     } else if (const auto* c = std::get_if<ScoreOp>(&op)) {
@@ -75,10 +90,6 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
     }
   }
   return s;
-}
-
-bool same_form(const PackedWeight& a, const PackedWeight& b) {
-  return a.codes == b.codes && a.scales == b.scales && a.cols == b.cols;
 }
 
 }  // namespace
@@ -110,6 +121,8 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
     c.up = pieces.take(tokens * size_of(s.ff) * sizeof(float));
   }
   c.logits = pieces.take(size_of(kDecodeTokens) * size_of(s.score_vocab) * sizeof(float));
+  c.rates = pieces.take(tokens * size_of(s.state_heads) * sizeof(StepRates));
+  c.experts = pieces.take(s.experts);
   c.bytes = pieces.bytes();
   return c;
 }
@@ -200,7 +213,7 @@ void StepKernels::choose_products() {
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
       add(i, m->gate, GemmOut::kBF16, false, false);
       add(i, m->up, GemmOut::kBF16, false, false);
-      add(i, m->down, GemmOut::kF32, m->down_bias.valid(), true);
+      add(i, m->down, GemmOut::kF32, m->down_bias.valid(), m->residual.valid());
     }
   }
 }
@@ -247,7 +260,15 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
       }
       continue;
     }
-    if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+    if (const std::size_t together = projections(index, static_cast<std::size_t>(last));
+        together > 1) {
+      LinearArgs args = product(std::get<LinearOp>(op));
+      for (std::size_t n = 1; n < together; ++n) {
+        args.part[args.parts++] = product(std::get<LinearOp>(ops[index + n])).part[0];
+      }
+      multiply(args, tokens(), l);
+      i += static_cast<int>(together) - 1;
+    } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
       run(*attention, nullptr, l);
     } else if (std::holds_alternative<AdvanceOp>(op)) {
       AdvanceArgs args{.state = bound_.state(),
@@ -272,6 +293,7 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
 
 void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
   embed({.table = packed(op.table),
+         .scale = op.scale,
          .out = bound_.buffer(op.out),
          .state = bound_.state(),
          .tokens = tokens()},
@@ -280,6 +302,7 @@ void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
 
 void StepKernels::run(const NormOp& op, std::size_t, const Launch& l) const {
   NormArgs args = norm_args(op.in, op.norm);
+  args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   args.out = bound_.buffer(op.out);
   rms_norm(args, l);
 }
@@ -345,18 +368,35 @@ void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) co
     multiply(product(op), tokens(), l);
     return;
   }
-  const void* x = bf16_input(op.in, {}, l);
+  const void* x = bf16_input(op.in, op.norm.value_or(RmsNorm{}), l);
   const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
                                bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
 }
 
 LinearArgs StepKernels::product(const LinearOp& op) const {
-  LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), {});
+  LinearArgs args =
+      product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm.value_or(RmsNorm{}));
   args.part[0] = {packed(op.weight), bound_.vector(op.bias), bound_.buffer(op.out),
                   static_cast<int>(bound_.width(op.out))};
   args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   return args;
+}
+
+std::size_t StepKernels::projections(std::size_t index, std::size_t last) const {
+  const std::vector<Op>& ops = bound_.plan().ops;
+  const auto* first = std::get_if<LinearOp>(&ops[index]);
+  if (!first || class_ != StepClass::kDecode || first->residual.valid()) return 0;
+  const std::size_t most = std::min(last - index, std::size(LinearArgs{}.part));
+  std::size_t count = 1;
+  for (; count < most; ++count) {
+    const auto* next = std::get_if<LinearOp>(&ops[index + count]);
+    if (!next || next->in != first->in || next->norm != first->norm || next->residual.valid() ||
+        !same_form(packed(next->weight), packed(first->weight))) {
+      break;
+    }
+  }
+  return count;
 }
 
 void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {
@@ -416,6 +456,7 @@ HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
     h.k_norm_eps = op.k_norm->eps;
   }
   h.inverse_frequencies = bound_.vector(op.rope.inverse_frequencies);
+  h.turned = static_cast<int>(2 * bound_.weight(op.rope.inverse_frequencies).decl->cols);
   h.style = op.rope.style;
   h.attention_factor = op.rope.attention_factor;
   h.cache = bound_.cache(op.cache);
@@ -431,6 +472,7 @@ AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {
   args.out = bound_.buffer(op.out);
   args.heads = op.heads;
   args.scale = op.scale;
+  args.sinks = bound_.vector(op.sinks);
   args.cache = bound_.cache(op.cache);
   args.state = bound_.state();
   args.tokens = tokens();
@@ -463,10 +505,12 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
                .gate_bias = bound_.vector(op.gate_bias),
                .up_bias = bound_.vector(op.up_bias),
                .out = x,
+               .activation = op.activation,
                .width = gate.rows,
                .tokens = tokens()},
               l);
-    gemm[2].run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), bound_.buffer(op.residual),
+    const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
+    gemm[2].run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), residual,
                 bound_.buffer(op.out), workspace, l.stream);
     return;
   }
@@ -483,19 +527,16 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
     next.dependent = dependent;
     args.part[0] = {up, bound_.vector(op.up_bias), raw_up, up.rows};
     multiply(args, tokens(), next);
-    gate_f32({.gate = hidden, .up = raw_up, .out = hidden, .width = gate.rows, .tokens = tokens()},
+    gate_f32({.gate = hidden,
+              .up = raw_up,
+              .out = hidden,
+              .activation = op.activation,
+              .width = gate.rows,
+              .tokens = tokens()},
              next);
   }
   next.dependent = dependent;
   multiply(down_product(op), tokens(), next);
-}
-
-void StepKernels::run(const RouteOp&, std::size_t, const Launch&) const {
-  PIANOLA_CHECK(false, "route has no kernel");
-}
-
-void StepKernels::run(const ExpertsOp&, std::size_t, const Launch&) const {
-  PIANOLA_CHECK(false, "experts have no kernel");
 }
 
 LinearArgs StepKernels::gated_product(const GatedMlpOp& op) const {
@@ -504,6 +545,7 @@ LinearArgs StepKernels::gated_product(const GatedMlpOp& op) const {
   LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
   args.parts = 2;
   args.end = LinearEnd::kGated;
+  args.activation = op.activation;
   args.part[0] = {gate, bound_.vector(op.gate_bias), scratch<float>(layout_.gate), gate.rows};
   args.part[1] = {up, bound_.vector(op.up_bias), nullptr, up.rows};
   return args;
@@ -513,7 +555,7 @@ LinearArgs StepKernels::down_product(const GatedMlpOp& op) const {
   const PackedWeight down = packed(op.down);
   LinearArgs args = product_args(scratch<float>(layout_.gate), down.cols, {});
   args.part[0] = {down, bound_.vector(op.down_bias), bound_.buffer(op.out), down.rows};
-  args.residual = bound_.buffer(op.residual);
+  args.residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   return args;
 }
 

@@ -41,7 +41,9 @@ struct CudaScratch {
   std::size_t normed = 0;    // [tokens, widest] bf16, only in the chunk class
   std::size_t unpacked = 0;  // the largest block-format matrix in bf16, only in the chunk class
   std::size_t gemm = 0;
-  std::size_t logits = 0;  // [kDecodeTokens, vocab] f32, for ScoreOp
+  std::size_t logits = 0;   // [kDecodeTokens, vocab] f32, for ScoreOp
+  std::size_t rates = 0;    // [tokens, heads] StepRates, for state layers
+  std::size_t experts = 0;  // of RouteOp and ExpertsOp
   std::size_t bytes = 0;
 };
 
@@ -98,15 +100,25 @@ class StepKernels {
   std::vector<LinearArgs> qkv_products(const QkvOp& op) const;
   std::array<Target, 3> qkv_targets(const QkvOp& op) const;
   LinearArgs product(const LinearOp& op) const;
+  // Projections of one input that follow each other, the op at `index` the first of them: they
+  // share a launch.
+  std::size_t projections(std::size_t index, std::size_t last) const;
   LinearArgs gated_product(const GatedMlpOp& op) const;  // gate and up are of one form
   LinearArgs down_product(const GatedMlpOp& op) const;
   LinearArgs product(const LmHeadOp& op) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
-  // Without kernels: CudaBackend::check() has refused the Plan.
-  [[noreturn]] void run(const RouteOp& op, std::size_t index, const Launch& l) const;
-  [[noreturn]] void run(const ExpertsOp& op, std::size_t index, const Launch& l) const;
+  // Of state layers: step_state.cc.
+  void run(const ShortConvOp& op, std::size_t index, const Launch& l) const;
+  void run(const DeltaRuleOp& op, std::size_t index, const Launch& l) const;
+  void run(const SsmOp& op, std::size_t index, const Launch& l) const;
+  void run(const GateOp& op, std::size_t index, const Launch& l) const;
+  void run(const GatedNormOp& op, std::size_t index, const Launch& l) const;
+  // Of mixtures of experts: step_experts.cc.
+  void run(const RouteOp& op, std::size_t index, const Launch& l) const;
+  void run(const ExpertsOp& op, std::size_t index, const Launch& l) const;
+  void run_shared(const ExpertsOp& op, const Launch& l) const;
   void run(const LmHeadOp& op, std::size_t index, const Launch& l) const;
   void run(const ScoreOp& op, std::size_t index, const Launch& l) const;
   void run(const SampleOp& op, std::size_t index, const Launch& l) const;

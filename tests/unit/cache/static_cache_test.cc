@@ -81,6 +81,15 @@ TEST(CacheLayout, AWindowTakesWhatItNeeds) {
   EXPECT_EQ(layout.least_kept_by_windows(128), 64);
   EXPECT_EQ(layout.least_kept_by_windows(129), 100);
   EXPECT_EQ(layout.least_kept_by_windows(4000), 3971);
+  // So far a row may run ahead and come back.
+  EXPECT_EQ(layout.most_ahead(), 1);
+  const CacheLayout deep(layers, {.max_seq_len = 4096, .rollback_depth = 93});
+  EXPECT_EQ(deep.most_ahead(), 93);
+  EXPECT_LE(deep.least_kept_by_windows(3000 + deep.most_ahead()), 3000);
+  EXPECT_EQ(CacheLayout(layers, {.max_seq_len = 110, .chunk = 110}).most_ahead(), 128);
+  EXPECT_EQ(
+      CacheLayout(std::vector<AttentionSpec>{{2, 16, 16, 100}}, {.max_seq_len = 90}).most_ahead(),
+      128);
   Arena arena;
   const StaticCache cache(layout, arena);
   // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is never read

@@ -1,15 +1,12 @@
-// Attention of the decode class: finish_heads() and attend().
-//
-// attend_tensor() serves 16-bit caches with heads of at most 128, attend_general() everything else.
+// Attention of the decode class: finish_heads() and the launch of attend().
 #include "backends/cuda/kernels/attention.h"
 
 #include <algorithm>
 #include <string>
 
 #include "backends/cuda/kernels/attention_common.cuh"
-#include "backends/cuda/kernels/attention_general.cuh"
+#include "backends/cuda/kernels/attention_decode.h"
 #include "backends/cuda/kernels/attention_items.cuh"
-#include "backends/cuda/kernels/attention_tensor.cuh"
 #include "pianola/error.h"
 
 namespace pianola::cuda {
@@ -17,6 +14,22 @@ namespace {
 
 constexpr int kFinishWarps = 8;
 constexpr int kFinishFew = 256;  // tokens up to which every warp takes one head
+
+// A head as multiples of its scale. each(store) hands every element to store(i, value); all lanes
+// of a warp.
+template <typename Each>
+__device__ __forceinline__ void store_multiples(std::int8_t* out, float* scale_out,
+                                                const Each& each) {
+  float most = 0;
+  bool finite = true;
+  each([&](int, float value) {
+    most = fmaxf(most, fabsf(value));
+    finite = finite && isfinite(value);
+  });
+  const float scale = int8_scale(warp_max(most), __all_sync(kAllLanes, finite));
+  each([&](int d, float value) { out[d] = int8_multiple(value, scale); });
+  if ((threadIdx.x & 31) == 0) *scale_out = scale;
+}
 
 // `share` warps a token, each with every share-th head of q, k and v; pairs a lane N: key_dim and
 // value_dim <= 64 N.
@@ -47,10 +60,12 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
   const float* raw_q = args.q + static_cast<std::size_t>(token) * args.heads * key_dim;
   const float* raw_k = args.k + static_cast<std::size_t>(token) * cache.kv_heads * key_dim;
   const float* raw_v = args.v + static_cast<std::size_t>(token) * cache.kv_heads * value_dim;
-  T* k = key_slot<T>(cache, row) + cache_offset(position, 0, cache.kv_heads, key_dim);
-  T* v = value_slot<T>(cache, row) + cache_offset(position, 0, cache.kv_heads, value_dim);
+  const int place = cache.window > 0 ? position % cache.capacity : position;
+  T* k = key_slot<T>(cache, row) + cache_offset(place, 0, cache.kv_heads, key_dim);
+  T* v = value_slot<T>(cache, row) + cache_offset(place, 0, cache.kv_heads, value_dim);
   const Turns<N> turns = make_turns<N>(frequencies, position, args.attention_factor);
-  constexpr int kInFlight = N == 1 ? 4 : 2;
+  const int half = args.turned / 2;
+  constexpr int kInFlight = N == 1 ? 4 : N == 2 ? 2 : 1;
 #pragma unroll 1
   for (int base = first; base < all; base += kInFlight * share) {
     HeadPairs<N> x[kInFlight];
@@ -59,12 +74,12 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
       const int head = base + i * share;
       if (head >= all) break;
       if (head < args.heads) {
-        x[i] = load_head<N>(raw_q + head * key_dim, key_dim, args.style);
+        x[i] = load_head<N>(raw_q + head * key_dim, key_dim, args.style, half);
       } else if (head < args.heads + cache.kv_heads) {
-        x[i] = load_head<N>(raw_k + (head - args.heads) * key_dim, key_dim, args.style);
+        x[i] = load_head<N>(raw_k + (head - args.heads) * key_dim, key_dim, args.style, half);
       } else {
         x[i] = load_head<N>(raw_v + (head - args.heads - cache.kv_heads) * value_dim, value_dim,
-                            RopeStyle::kInterleaved);
+                            RopeStyle::kInterleaved, half);
       }
     }
 #pragma unroll
@@ -73,100 +88,47 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
       if (head >= all) break;
       if (head < args.heads) {
         float* out = q + head * key_dim;
-        finish_head<N>(x[i], key_dim, args.style, args.q_norm,
-                       load_norm<N>(args.q_norm, key_dim, args.style), args.q_norm_eps, turns,
+        finish_head<N>(x[i], key_dim, args.style, half, args.q_norm,
+                       load_norm<N>(args.q_norm, key_dim, args.style, half), args.q_norm_eps, turns,
                        [&](int d, float value) { out[d] = value; });
         continue;
       }
       head -= args.heads;
       if (head < cache.kv_heads) {
         T* out = k + head * kCacheBlock * key_dim;
-        finish_head<N>(x[i], key_dim, args.style, args.k_norm,
-                       load_norm<N>(args.k_norm, key_dim, args.style), args.k_norm_eps, turns,
-                       [&](int d, float value) { out[d] = to_cache<T>(value); });
+        const auto norm = load_norm<N>(args.k_norm, key_dim, args.style, half);
+        const auto each = [&](const auto& store) {
+          finish_head<N>(x[i], key_dim, args.style, half, args.k_norm, norm, args.k_norm_eps, turns,
+                         store);
+        };
+        if constexpr (kScaled<T>) {
+          store_multiples(
+              out, key_scales(cache, row) + cache_offset(place, head, cache.kv_heads, 1), each);
+        } else {
+          each([&](int d, float value) { out[d] = to_cache<T>(value); });
+        }
         continue;
       }
-      T* out = v + (head - cache.kv_heads) * kCacheBlock * value_dim;
+      head -= cache.kv_heads;
+      T* out = v + head * kCacheBlock * value_dim;
+      const auto each_pair = [&](const auto& store) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int pair = lane + 32 * n;
-        if (pair < value_dim / 2) {
-          store_pair<T>(out + 2 * pair, x[i].a[n], x[i].b[n]);
+        for (int n = 0; n < N; ++n) {
+          const int pair = lane + 32 * n;
+          if (pair < value_dim / 2) store(2 * pair, x[i].a[n], x[i].b[n]);
         }
+      };
+      if constexpr (kScaled<T>) {
+        store_multiples(out,
+                        value_scales(cache, row) + cache_offset(place, head, cache.kv_heads, 1),
+                        [&](const auto& store) {
+                          each_pair([&](int d, float a, float b) { store(d, a), store(d + 1, b); });
+                        });
+      } else {
+        each_pair([&](int d, float a, float b) { store_pair<T>(out + d, a, b); });
       }
     }
   }
-}
-
-// The item of this team, a thread block, and whether it has anything to compute. Without a wait
-// only those leave that neither read nor write: a cluster's first thread block always waits, so
-// that no kernel behind this one can overtake the one before.
-template <typename T>
-__device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemory<T>& memory,
-                                           Tables& tables, Item& item) {
-  allow_next();
-  start_cluster(memory);
-  const int block = static_cast<int>(blockIdx.x);
-  item = find_item(p, tables, block >> p.log_cluster, block & ((1 << p.log_cluster) - 1));
-  if (item.team >= item.active) return false;
-  if (item.position < 0) {
-    wait_for_previous();
-    if (item.position == -1) clear_item(p, item);
-    return false;
-  }
-  expect_parts(p, item, memory);
-  if (threadIdx.x == 0) *memory.item = item;
-  return true;
-}
-
-__device__ __forceinline__ void wait_for_item(const Item& item) {
-  if (item.ranks > 1) cluster_wait();  // all have started
-  wait_for_previous();
-}
-
-template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles>
-__global__ void __launch_bounds__(kItemThreads, kExact&& kKeySteps == 2 ? 3 : 2)
-    attend_tensor(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  const ItemMemory<T> memory(p, shared);
-  Tables tables;
-  Item item;
-  if (!begin_item(p, memory, tables, item)) return;
-  const Fresh fresh = p.fused ? find_fresh(tables, item) : Fresh();
-  TensorItem<T, kKeySteps, kValueSteps, kExact, kTiles>(p, item, fresh, memory).run(tables, [&] {
-    wait_for_item(item);
-  });
-}
-
-template <typename T, int N>
-__global__ void __launch_bounds__(kItemThreads, 2)
-    attend_general(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  const ItemMemory<T> memory(p, shared);
-  Tables tables;
-  Item item;
-  if (!begin_item(p, memory, tables, item)) return;
-  const Fresh fresh = p.fused ? find_fresh(tables, item) : Fresh();
-  GeneralItem<T, N>{p, item, fresh, memory}.run(tables, [&] { wait_for_item(item); });
-}
-
-using DecodeKernel = void (*)(DecodeParams);
-
-template <typename T>
-DecodeKernel general_kernel(int dim) {
-  if (dim <= 64) return attend_general<T, 1>;
-  if (dim <= 128) return attend_general<T, 2>;
-  return attend_general<T, 4>;
-}
-
-template <typename T>
-DecodeKernel decode_kernel(int key_dim, int value_dim) {
-  const int most = std::max(key_dim, value_dim);
-  if (most > 128) return general_kernel<T>(most);
-  if (key_dim == 64 && value_dim == 64) return attend_tensor<T, 2, 1, true, 2>;
-  if (key_dim == 128 && value_dim == 128) return attend_tensor<T, 4, 2, true, 1>;
-  if (most <= 64) return attend_tensor<T, 2, 1, false, 2>;
-  return attend_tensor<T, 4, 2, false, 1>;
 }
 
 using FinishKernel = void (*)(HeadsArgs, int);
@@ -176,6 +138,21 @@ FinishKernel finish_kernel(int dim) {
   if (dim <= 64) return finish_heads_kernel<T, 1>;
   if (dim <= 128) return finish_heads_kernel<T, 2>;
   return finish_heads_kernel<T, 4>;
+}
+
+FinishKernel finish_kernel_of(DType dtype, int dim) {
+  switch (dtype) {
+    case DType::kF32:
+      return finish_kernel<float>(dim);
+    case DType::kF16:
+      return finish_kernel<__half>(dim);
+    case DType::kI8:
+      return finish_kernel<std::int8_t>(dim);
+    case DType::kF8E4M3:
+      return finish_kernel<Fp8>(dim);
+    default:
+      return finish_kernel<__nv_bfloat16>(dim);
+  }
 }
 
 // Thread blocks that share an item: as many as the device holds at once, but always a few, as
@@ -226,11 +203,9 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
   const DecodeParams p =
       decode_params(args, heads, first, tokens, log_cluster_of(items, launch.sms));
 
-  const DecodeKernel kernel =
-      cache.dtype == DType::kF32   ? general_kernel<float>(std::max(cache.key_dim, cache.value_dim))
-      : cache.dtype == DType::kF16 ? decode_kernel<__half>(cache.key_dim, cache.value_dim)
-                                   : decode_kernel<__nv_bfloat16>(cache.key_dim, cache.value_dim);
-  launch_decode(launch, kernel, p, items, item_memory_bytes(p, cache.dtype == DType::kF32 ? 4 : 2));
+  const bool plain = cache.window == 0 && !args.sinks;
+  const DecodeKernel kernel = plain ? plain_kernel(cache) : window_kernel(cache);
+  launch_decode(launch, kernel, p, items, item_memory_bytes(p, row_bytes(cache.dtype, 1)));
 }
 
 }  // namespace
@@ -256,9 +231,7 @@ std::size_t attention_scratch_bytes(int /*tokens*/, int /*heads*/, int /*kv_head
 void finish_heads(const HeadsArgs& args, const Launch& launch) {
   check_attention_shape(args.cache, args.heads);
   const int dim = std::max(args.cache.key_dim, args.cache.value_dim);
-  const FinishKernel kernel = args.cache.dtype == DType::kF32   ? finish_kernel<float>(dim)
-                              : args.cache.dtype == DType::kF16 ? finish_kernel<__half>(dim)
-                                                                : finish_kernel<__nv_bfloat16>(dim);
+  const FinishKernel kernel = finish_kernel_of(args.cache.dtype, dim);
   const int all = args.heads + 2 * args.cache.kv_heads;
   const int share = args.tokens <= kFinishFew ? all : std::min(all, 4);
   const auto blocks =
@@ -273,8 +246,15 @@ void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& lau
     throw Error(ErrorCode::kUnsupported,
                 "attend: heads of " + std::to_string(args.tokens) + " tokens (at most 64 at once)");
   }
+  Launch next = launch;
+  if (heads && row_bytes(args.cache.dtype, 1) == 1) {
+    // The scale of a head is known when all of it is.
+    finish_heads(*heads, launch);
+    heads = nullptr;
+    next.dependent = launch.dependent_inside;
+  }
   for (int first = 0; first < args.tokens; first += kDecodeTokens) {
-    attend_from(args, heads, first, launch);
+    attend_from(args, heads, first, next);
   }
 }
 

@@ -18,7 +18,8 @@ struct HeadsArgs {
   const float* k_norm = nullptr;
   float q_norm_eps = 0;
   float k_norm_eps = 0;
-  const float* inverse_frequencies = nullptr;  // [key_dim / 2]
+  const float* inverse_frequencies = nullptr;  // [turned / 2]
+  int turned = 0;                              // the first elements of a head, that rope turns
   RopeStyle style = RopeStyle::kHalf;
   float attention_factor = 1;
   int heads = 0;
@@ -32,6 +33,7 @@ struct AttentionArgs {
   float* out = nullptr;      // [tokens, heads * value_dim]
   int heads = 0;
   float scale = 1;
+  const float* sinks = nullptr;  // [heads] or null
   LayerCacheView cache;
   StepState state;
   int tokens = 1;                // of the bucket
@@ -53,18 +55,18 @@ void finish_heads(const HeadsArgs& args, const Launch& launch);
 
 // Decode class: at most kDecodeTokens tokens with `heads`; without, more are taken kDecodeTokens at
 // a time (chunks in the order of the decode class). A cluster of thread blocks serves a (token, kv
-// head); how its positions are split is fixed by the token's own position, so a token's result has
-// the same bits whatever else the step holds. `heads` is not null when finish_heads() has not run:
-// the kernel then does its work first (q in registers; keys and values of the step's tokens are
-// stored by the block that reads them, and used from there), with the same arithmetic as
-// finish_heads().
-// With `launch.dependent`, the kernel reads StepState's tables, and with `heads` also keys and
-// values of positions before the step, before it waits: no kernel of a step writes them but its
-// last, and the first kernel of a step is not launched as a dependent one.
+// head); how its positions are split is fixed by the token's own position and the layer's window,
+// so a token's result has the same bits whatever else the step holds. `heads` is not null when
+// finish_heads() has not run: the kernel then does its work first (q in registers; keys and values
+// of the step's tokens are stored by the block that reads them, and used from there), with the same
+// arithmetic as finish_heads(), which runs first where the cache has 8 bits. With
+// `launch.dependent`, the kernel reads StepState's tables, and with `heads` also keys and values of
+// positions before the step, before it waits: no kernel of a step writes them but its last, and the
+// first kernel of a step is not launched as a dependent one.
 void attend(const AttentionArgs& args, const HeadsArgs* heads, const Launch& launch);
 
-// Chunk class, any number of tokens; finish_heads() has run. Tensor cores; an f32 cache takes
-// attend().
+// Chunk class, any number of tokens; finish_heads() has run. Tensor cores; caches of f32 and of 8
+// bits take attend().
 void attend_chunk(const AttentionArgs& args, const Launch& launch);
 
 }  // namespace pianola::cuda

@@ -2,8 +2,8 @@
 //
 // A block of four warps computes a tile of one head's queries of one lane, over blocks of 64
 // positions that arrive in shared memory while the block before is multiplied. Tiles are handed out
-// by a counter, the longest of a lane first. Caches of f32 take attend()'s kernel instead, 64
-// tokens at a time: exact, and slow.
+// by a counter, the longest of a lane first. Caches of f32 and of 8 bits take attend()'s kernel
+// instead, 64 tokens at a time: exact, and slow.
 #include <algorithm>
 #include <climits>
 
@@ -35,6 +35,7 @@ struct ChunkMemory {
   int position[kRows];         // -1: masked or no token
   Tile tile;                   // kept here, as registers are short in the loop
   int head;
+  int begin;  // first position that a query of the tile attends to
   int next;
 };
 
@@ -101,7 +102,8 @@ __device__ __forceinline__ Tile find_tile(const StepState& s, int index, int row
   return tile;
 }
 
-template <typename T, int kDim, int kRowTiles, bool kExact>
+// kPlain: the layer has neither a window nor sinks.
+template <typename T, int kDim, int kRowTiles, bool kExact, bool kPlain>
 struct ChunkTile {
   using Memory = ChunkMemory<T, kDim, kRowTiles>;
   static constexpr int kChunks = kDim / 8;
@@ -126,22 +128,31 @@ struct ChunkTile {
     warp = tid / 32;
   }
 
-  // One block of a head's keys or values: [64, dim] contiguous, positions up to `last`.
-  __device__ __forceinline__ void copy_block(T* to, const T* from, int dim, int rows) const {
+  // First position that a token attends to.
+  __device__ __forceinline__ int begin_of(int position) const {
+    const int window = kPlain ? 0 : args.cache.window;
+    return window > 0 ? max(position - window + 1, 0) : 0;
+  }
+
+  // One block of a head's keys or values: [64, dim] contiguous, of which rows [least, rows) exist.
+  __device__ __forceinline__ void copy_block(T* to, const T* from, int dim, int least,
+                                             int rows) const {
 #pragma unroll
     for (int i = 0; i < kCacheBlock * kChunks / kThreads; ++i) {
       const int index = tid + i * kThreads;
       const int row = index / kChunks;
       const int chunk = index % kChunks;
-      const bool wanted = row < rows && (kExact || chunk * 8 < dim);
+      const bool wanted = row < rows && (kPlain || row >= least) && (kExact || chunk * 8 < dim);
       copy_async(to + swizzled<kDim>(row, chunk), from + row * dim + chunk * 8, wanted);
     }
   }
   __device__ __forceinline__ void copy_blocks(int block, int last) const {
     const int rows = last + 1 - block * kCacheBlock;
-    const auto stride = static_cast<std::size_t>(block) * (args.cache.kv_heads * kCacheBlock);
-    copy_block(memory.k[block & 1], memory.keys + stride * key_dim, key_dim, rows);
-    copy_block(memory.v[block & 1], memory.values + stride * value_dim, value_dim, rows);
+    const int least = kPlain ? 0 : memory.begin - block * kCacheBlock;
+    const int place = kPlain ? block : block % (args.cache.capacity / kCacheBlock);
+    const auto stride = static_cast<std::size_t>(place) * (args.cache.kv_heads * kCacheBlock);
+    copy_block(memory.k[block & 1], memory.keys + stride * key_dim, key_dim, least, rows);
+    copy_block(memory.v[block & 1], memory.values + stride * value_dim, value_dim, least, rows);
   }
 
   __device__ __forceinline__ void load_queries(const Tile& tile, int head) const {
@@ -221,8 +232,8 @@ struct ChunkTile {
     }
   }
 
-  // Positions after a query's own. A row without a token sees everything: its sums are finite and
-  // not stored.
+  // Positions after a query's own, or before its window. A row without a token sees everything: its
+  // sums are finite and not stored.
   __device__ __forceinline__ void mask(float (&scores)[kRowTiles][kKeyTiles][4], int base) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -230,10 +241,13 @@ struct ChunkTile {
       for (int half = 0; half < 2; ++half) {
         const int at = memory.position[(warp * kRowTiles + m) * 16 + (lane >> 2) + 8 * half];
         const int most = at < 0 ? INT_MAX : at - base - 2 * (lane & 3);
+        const int least = at < 0 ? INT_MIN : begin_of(at) - base - 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
-          if (8 * n > most) scores[m][n][2 * half] = -INFINITY;
-          if (8 * n + 1 > most) scores[m][n][2 * half + 1] = -INFINITY;
+          if (8 * n > most || (!kPlain && 8 * n < least)) scores[m][n][2 * half] = -INFINITY;
+          if (8 * n + 1 > most || (!kPlain && 8 * n + 1 < least)) {
+            scores[m][n][2 * half + 1] = -INFINITY;
+          }
         }
       }
     }
@@ -285,7 +299,8 @@ struct ChunkTile {
   }
 
   __device__ __forceinline__ void store(const float (&sums)[kRowTiles][kDim / 8][4],
-                                        const float (&total)[kRowTiles][2]) const {
+                                        const float (&most)[kRowTiles][2],
+                                        const float (&total)[kRowTiles][2], float scale) const {
     const Tile tile = memory.tile;
     const int head = memory.head;
 #pragma unroll
@@ -295,6 +310,7 @@ struct ChunkTile {
         float sum = total[m][half];
         sum += __shfl_xor_sync(kAllLanes, sum, 1);
         sum += __shfl_xor_sync(kAllLanes, sum, 2);
+        if constexpr (!kPlain) sum = with_sink(args.sinks, head, most[m][half] * scale, sum);
         const int row = (warp * kRowTiles + m) * 16 + (lane >> 2) + 8 * half;
         if (row >= tile.count) continue;
         const bool live = memory.position[row] >= 0;
@@ -330,12 +346,22 @@ struct ChunkTile {
     }
     __syncthreads();
     int last = -1;  // position of the tile
+    int first = INT_MAX;
 #pragma unroll
     for (int i = 0; i < Memory::kRows / 32; ++i) {
-      last = max(last, memory.position[lane + 32 * i]);
+      const int position = memory.position[lane + 32 * i];
+      last = max(last, position);
+      if (position >= 0) first = min(first, position);
     }
     last = __reduce_max_sync(kAllLanes, last);
-    if (last >= 0) copy_blocks(0, last);
+    int block = 0;
+    if constexpr (!kPlain) {
+      const int begin = begin_of(__reduce_min_sync(kAllLanes, first));
+      block = begin / kCacheBlock;
+      if (tid == 0) memory.begin = begin;
+      __syncthreads();
+    }
+    if (last >= 0) copy_blocks(block, last);
     load_queries(tile, head);
 
     int warp_first = INT_MAX;
@@ -352,9 +378,9 @@ struct ChunkTile {
     float most[kRowTiles][2];
     float total[kRowTiles][2] = {};
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) most[m][0] = most[m][1] = -INFINITY;
+    for (int m = 0; m < kRowTiles; ++m) most[m][0] = most[m][1] = kNoScore;
 #pragma unroll 1
-    for (int block = 0; block * kCacheBlock <= last; ++block) {
+    for (; block * kCacheBlock <= last; ++block) {
       wait_for_copies();
       __syncthreads();
       if ((block + 1) * kCacheBlock <= last) copy_blocks(block + 1, last);
@@ -362,20 +388,23 @@ struct ChunkTile {
       for (int part = 0; part < kCacheBlock / kStep; ++part) {
         const int base = block * kCacheBlock + part * kStep;
         if (base > warp_last) break;
+        if (!kPlain && base + kStep <= begin_of(warp_first)) continue;
         const int offset = part * kStep * kStride;
         float scores[kRowTiles][kKeyTiles][4];
         multiply_keys(scores, shared_address(memory.k[block & 1]) + offset);
-        if (base + kStep - 1 > warp_first) mask(scores, base);
+        if (base + kStep - 1 > warp_first || (!kPlain && base < begin_of(warp_last))) {
+          mask(scores, base);
+        }
         std::uint32_t weights[kRowTiles][kKeyTiles][2];  // of the query, then of the one 8 below
         softmax(scores, weights, sums, most, total, scale);
         add_values(sums, weights, shared_address(memory.v[block & 1]) + offset);
       }
     }
-    store(sums, total);
+    store(sums, most, total, scale);
   }
 };
 
-template <typename T, int kDim, int kRowTiles, bool kExact>
+template <typename T, int kDim, int kRowTiles, bool kExact, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     attend_chunk_kernel(const __grid_constant__ AttentionArgs args) {
   using Memory = ChunkMemory<T, kDim, kRowTiles>;
@@ -390,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     const int index = memory.next;
     const Tile tile = find_tile(args.state, index / args.heads, Memory::kRows);
     if (tile.lane < 0) break;
-    ChunkTile<T, kDim, kRowTiles, kExact>(args, memory).run(tile, index % args.heads);
+    ChunkTile<T, kDim, kRowTiles, kExact, kPlain>(args, memory).run(tile, index % args.heads);
     __syncthreads();
   }
   // Whoever comes last has seen every block take its last tile.
@@ -402,7 +431,9 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
 
 template <typename T, int kDim, int kRowTiles, bool kExact>
 void launch_chunk(const AttentionArgs& args, const Launch& launch) {
-  const auto kernel = attend_chunk_kernel<T, kDim, kRowTiles, kExact>;
+  const bool plain = args.cache.window == 0 && !args.sinks;
+  const auto kernel = plain ? attend_chunk_kernel<T, kDim, kRowTiles, kExact, true>
+                            : attend_chunk_kernel<T, kDim, kRowTiles, kExact, false>;
   using Memory = ChunkMemory<T, kDim, kRowTiles>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(sizeof(Memory))),

@@ -3,6 +3,8 @@
 // attend() must do with the same bits.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <type_traits>
 
 #include "backends/cuda/kernels/attention.h"
@@ -12,6 +14,8 @@ namespace pianola::cuda {
 
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr float kLog2e = 1.4426950408889634F;
+// Below every score: finite, so that a tile without a position multiplies by 1.
+inline constexpr float kNoScore = -1e30F;
 
 // Scratch is attend_chunk()'s two counters; attend() needs none.
 inline constexpr std::size_t kCounterBytes = 256;
@@ -19,7 +23,12 @@ inline constexpr std::size_t kCounterBytes = 256;
 // Throws Unsupported unless both widths are multiples of 8 and at most kMaxHeadDim.
 void check_attention_shape(const LayerCacheView& cache, int heads);
 
-// --- Elements of caches. ---
+// --- Elements of caches: float, __half, __nv_bfloat16, Fp8 (e4m3 at scale 1, saturating) and
+// std::int8_t, a multiple of the scale of its head and position. ---
+
+using Fp8 = __nv_fp8_e4m3;
+template <typename T>
+inline constexpr bool kScaled = std::is_same_v<T, std::int8_t>;
 
 template <typename T>
 __device__ __forceinline__ T to_cache(float v);
@@ -36,10 +45,26 @@ __device__ __forceinline__ __nv_bfloat16 to_cache<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
+template <>
+__device__ __forceinline__ Fp8 to_cache<Fp8>(float v) {
+  return Fp8(v);
+}
+
+// The scale of a head whose largest magnitude is `most`: NaN where it is not finite, and 0 where
+// the scale would have lost precision itself; and an element as a multiple of it.
+__device__ __forceinline__ float int8_scale(float most, bool finite) {
+  if (!finite) return __int_as_float(0x7fc00000);
+  const float scale = __fdiv_rn(most, 127.0F);
+  return scale < 1.17549435e-38F ? 0.0F : scale;
+}
+__device__ __forceinline__ std::int8_t int8_multiple(float v, float scale) {
+  return static_cast<std::int8_t>(scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0);
+}
+
 // Two neighbours as they lie in a cache.
 template <typename T>
 struct PairOf {
-  using Type = std::uint32_t;
+  using Type = std::conditional_t<sizeof(T) == 1, std::uint16_t, std::uint32_t>;
 };
 template <>
 struct PairOf<float> {
@@ -61,6 +86,16 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(std::uint32_t pair) {
   return make_float2(bf16_low(pair), bf16_high(pair));
 }
 
+template <>
+__device__ __forceinline__ float2 unpack<Fp8>(std::uint16_t pair) {
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+}
+template <>
+__device__ __forceinline__ float2 unpack<std::int8_t>(std::uint16_t pair) {
+  return make_float2(static_cast<float>(static_cast<std::int8_t>(pair & 0xff)),
+                     static_cast<float>(static_cast<std::int8_t>(pair >> 8)));
+}
+
 template <typename T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high);
 template <>
@@ -78,6 +113,9 @@ template <typename T>
 __device__ __forceinline__ void store_pair(T* to, float low, float high) {
   if constexpr (std::is_same_v<T, float>) {
     *reinterpret_cast<float2*>(to) = make_float2(low, high);
+  } else if constexpr (sizeof(T) == 1) {
+    to[0] = to_cache<T>(low);
+    to[1] = to_cache<T>(high);
   } else {
     *reinterpret_cast<std::uint32_t*>(to) = pack<T>(low, high);
   }
@@ -113,6 +151,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// A denominator with e^sink in it; `total` is the sum of 2^(score - most). Null: no sinks.
+__device__ __forceinline__ float with_sink(const float* sinks, int head, float most, float total) {
+  if (!sinks) return total;
+  return __fadd_rn(total, exp2_approx(__fmaf_rn(__ldg(sinks + head), kLog2e, -most)));
+}
+
 // --- Addresses. ---
 
 // Element of (position, kv_head, 0) inside a slot, as cache_index() of layer_cache.h.
@@ -129,6 +173,18 @@ template <typename T>
 __device__ __forceinline__ T* value_slot(const LayerCacheView& cache, int row) {
   return reinterpret_cast<T*>(cache.values +
                               static_cast<std::size_t>(row) * cache.value_slot_bytes);
+}
+
+// The scales of a slot, behind its elements; index them by cache_offset() with a dim of 1.
+__device__ __forceinline__ float* key_scales(const LayerCacheView& cache, int row) {
+  const std::size_t elements =
+      static_cast<std::size_t>(cache.capacity) * cache.kv_heads * cache.key_dim;
+  return reinterpret_cast<float*>(key_slot<std::byte>(cache, row) + elements);
+}
+__device__ __forceinline__ float* value_scales(const LayerCacheView& cache, int row) {
+  const std::size_t elements =
+      static_cast<std::size_t>(cache.capacity) * cache.kv_heads * cache.value_dim;
+  return reinterpret_cast<float*>(value_slot<std::byte>(cache, row) + elements);
 }
 
 // 16 bytes past the first-level cache (see load_activation), or zeros.
@@ -180,21 +236,22 @@ __device__ __forceinline__ Turn turn(int position, float frequency, float factor
           static_cast<float>(__dmul_rn(sine, factor))};
 }
 
-// The pairs lane + 32 n of a head that rope turns.
+// The pairs lane + 32 n of a head. Rope turns the first `half` ones; neighbours make the others.
 template <int N>
 struct HeadPairs {
   float a[N];
   float b[N];
 };
-__device__ __forceinline__ int pair_first(RopeStyle style, int pair) {
-  return style == RopeStyle::kHalf ? pair : 2 * pair;
+__device__ __forceinline__ int pair_first(RopeStyle style, int pair, int half) {
+  return style == RopeStyle::kHalf && pair < half ? pair : 2 * pair;
 }
 __device__ __forceinline__ int pair_second(RopeStyle style, int pair, int half) {
-  return style == RopeStyle::kHalf ? pair + half : 2 * pair + 1;
+  return style == RopeStyle::kHalf && pair < half ? pair + half : 2 * pair + 1;
 }
 
 template <int N>
-__device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, RopeStyle style) {
+__device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, RopeStyle style,
+                                                  int half) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   HeadPairs<N> x;
 #pragma unroll
@@ -202,8 +259,8 @@ __device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, Rop
     const int pair = lane + 32 * n;
     const bool inside = pair < dim / 2;
     if (style == RopeStyle::kHalf) {
-      x.a[n] = inside ? load_activation(raw + pair) : 0.0F;
-      x.b[n] = inside ? load_activation(raw + pair + dim / 2) : 0.0F;
+      x.a[n] = inside ? load_activation(raw + pair_first(style, pair, half)) : 0.0F;
+      x.b[n] = inside ? load_activation(raw + pair_second(style, pair, half)) : 0.0F;
     } else {
       const float2 both =
           inside ? __ldcg(reinterpret_cast<const float2*>(raw) + pair) : make_float2(0, 0);
@@ -215,15 +272,16 @@ __device__ __forceinline__ HeadPairs<N> load_head(const float* raw, int dim, Rop
 }
 // The weights of a norm, which no kernel writes; 1 without a norm.
 template <int N>
-__device__ __forceinline__ HeadPairs<N> load_norm(const float* norm, int dim, RopeStyle style) {
+__device__ __forceinline__ HeadPairs<N> load_norm(const float* norm, int dim, RopeStyle style,
+                                                  int half) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   HeadPairs<N> x;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const int pair = lane + 32 * n;
     const bool inside = norm && pair < dim / 2;
-    x.a[n] = inside ? __ldg(norm + pair_first(style, pair)) : 1.0F;
-    x.b[n] = inside ? __ldg(norm + pair_second(style, pair, dim / 2)) : 1.0F;
+    x.a[n] = inside ? __ldg(norm + pair_first(style, pair, half)) : 1.0F;
+    x.b[n] = inside ? __ldg(norm + pair_second(style, pair, half)) : 1.0F;
   }
   return x;
 }
@@ -246,15 +304,15 @@ __device__ __forceinline__ void load_frequencies(float (&frequencies)[N], const 
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const int pair = (static_cast<int>(threadIdx.x) & 31) + 32 * n;
-    frequencies[n] = pair < args.cache.key_dim / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
+    frequencies[n] = pair < args.turned / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
   }
 }
 
 // store(i, value) receives each element of the finished head.
 template <int N, typename Store>
 __device__ __forceinline__ void finish_head(const HeadPairs<N>& x, int dim, RopeStyle style,
-                                            bool normed, const HeadPairs<N>& weights, float eps,
-                                            const Turns<N>& turns, Store&& store) {
+                                            int half, bool normed, const HeadPairs<N>& weights,
+                                            float eps, const Turns<N>& turns, Store&& store) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float scale = 1;
   if (normed) {
@@ -279,8 +337,11 @@ __device__ __forceinline__ void finish_head(const HeadPairs<N>& x, int dim, Rope
       b = __fmul_rn(__fmul_rn(b, scale), weights.b[n]);
     }
     const Turn t = turns.pair[n];
-    store(pair_first(style, pair), __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)));
-    store(pair_second(style, pair, dim / 2), __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)));
+    const bool turns_here = pair < half;
+    store(pair_first(style, pair, half),
+          turns_here ? __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin)) : a);
+    store(pair_second(style, pair, half),
+          turns_here ? __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin)) : b);
   }
 }
 

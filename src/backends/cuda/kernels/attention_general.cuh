@@ -1,4 +1,4 @@
-// An item of attend() with plain f32 arithmetic: f32 caches and heads of more than 128.
+// An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128.
 #pragma once
 
 #include "backends/cuda/kernels/attention_items.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ typename PairOf<T>::Type load_pair(const T* row, int 
 
 // An item in f32. A warp takes kPositions positions of a block at a time; a lane holds dims
 // 2 lane + 64 i and the next.
-template <typename T, int N>
+template <typename T, int N, bool kPlain>
 struct GeneralItem {
   using Pair = typename PairOf<T>::Type;
   static constexpr int kPositions = 8 / N;
@@ -24,6 +24,7 @@ struct GeneralItem {
   const Item& item;
   const Fresh& fresh;
   const ItemMemory<T>& memory;
+  const Span<kPlain>& span;
 
   struct Sums {
     float2 sums[kItemHeads][N];
@@ -34,7 +35,7 @@ struct GeneralItem {
   template <typename Wait>
   __device__ __forceinline__ void run(const Tables& tables, const Wait& wait) const {
     HeadConstants<N> constants;
-    if (p.fused) {
+    if (kFuses<T> && p.fused) {
       constants.load(p);
       place_fresh(tables, fresh, memory);
       constants.turns =
@@ -67,11 +68,13 @@ struct GeneralItem {
 #pragma unroll
         for (int i = 0; i < N; ++i) s.sums[h][i] = make_float2(0, 0);
       }
-      for (int block = rank; block < item.blocks; block += item.ranks) {
+      for (int block = span.first + rank; block < item.blocks; block += item.ranks) {
         const int end = min((block + 1) * kCacheBlock, item.end);
+        const int moved = (span.place(block) - block) * kCacheBlock;
         for (int base = block * kCacheBlock + warp * kPositions; base < end;
              base += kItemWarps * kPositions) {
-          add_positions(s, q, base, end);
+          if (!kPlain && base + kPositions <= span.begin) continue;
+          add_positions(s, q, base, end, moved);
         }
       }
 #pragma unroll
@@ -87,41 +90,49 @@ struct GeneralItem {
           *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }
-      end_rank(p, cache.value_dim, memory, rank);
+      end_rank<kPlain>(p, cache.value_dim, memory, rank);
       team_sync();  // the warps' results have been read
     }
-    store_fresh(p, fresh, memory);
-    add_parts(p, cache.value_dim, memory);
+    store_fresh<kPlain>(p, fresh, memory);
+    add_parts<kPlain>(p, cache.value_dim, memory);
   }
 
+  // Positions from `base` on, below `end`; `position` lies where position + moved does.
   __device__ __forceinline__ void add_positions(Sums& s, const float2 (&q)[kItemHeads][N], int base,
-                                                int end) const {
+                                                int end, int moved) const {
     const LayerCacheView& cache = p.attention.cache;
     const int lane = team_thread() & 31;
     const float scale = p.attention.scale * kLog2e;
     Pair k[kPositions][N];
     Pair v[kPositions][N];
+    float k_scale[kPositions];
+    float v_scale[kPositions];
 #pragma unroll
     for (int u = 0; u < kPositions; ++u) {
       const int position = base + u;
       const int place = position >= fresh.low ? fresh_place(memory, fresh, position) : -1;
-      const T* key = place >= 0
-                         ? memory.k + place * cache.key_dim
-                         : key_slot<T>(cache, item.row) +
-                               cache_offset(position, item.kv_head, cache.kv_heads, cache.key_dim);
-      const T* value =
-          place >= 0 ? memory.v + place * cache.value_dim
-                     : value_slot<T>(cache, item.row) +
-                           cache_offset(position, item.kv_head, cache.kv_heads, cache.value_dim);
+      const bool inside = position < end && (kPlain || position >= span.begin);
+      const int at = position + moved;
+      k_scale[u] = v_scale[u] = 1;
+      if constexpr (kScaled<T>) {
+        const std::size_t scale_at = cache_offset(at, item.kv_head, cache.kv_heads, 1);
+        k_scale[u] = inside ? __ldcg(key_scales(cache, item.row) + scale_at) : 0.0F;
+        v_scale[u] = inside ? __ldcg(value_scales(cache, item.row) + scale_at) : 0.0F;
+      }
+      const T* key = place >= 0 ? memory.k + place * cache.key_dim
+                                : key_slot<T>(cache, item.row) +
+                                      cache_offset(at, item.kv_head, cache.kv_heads, cache.key_dim);
+      const T* value = place >= 0
+                           ? memory.v + place * cache.value_dim
+                           : value_slot<T>(cache, item.row) +
+                                 cache_offset(at, item.kv_head, cache.kv_heads, cache.value_dim);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int d = 2 * lane + 64 * i;
         k[u][i] = Pair();
         v[u][i] = Pair();
-        if (position < end && d < cache.key_dim) k[u][i] = load_pair(key, d, place >= 0);
-        if (position < end && d < cache.value_dim) {
-          v[u][i] = load_pair(value, d, place >= 0);
-        }
+        if (inside && d < cache.key_dim) k[u][i] = load_pair(key, d, place >= 0);
+        if (inside && d < cache.value_dim) v[u][i] = load_pair(value, d, place >= 0);
       }
     }
 #pragma unroll
@@ -138,7 +149,9 @@ struct GeneralItem {
           sum = fmaf(q[h][i].x, pair.x, sum);
           sum = fmaf(q[h][i].y, pair.y, sum);
         }
-        scores[u] = base + u < end ? warp_sum(sum) * scale : -INFINITY;
+        const bool inside = base + u < end && (kPlain || base + u >= span.begin);
+        const float scale_of = kScaled<T> ? __fmul_rn(scale, k_scale[u]) : scale;
+        scores[u] = inside ? warp_sum(sum) * scale_of : -INFINITY;
         best = fmaxf(best, scores[u]);
       }
       const float factor = exp2_approx(s.most[h] - best);
@@ -153,11 +166,12 @@ struct GeneralItem {
       for (int u = 0; u < kPositions; ++u) {
         const float weight = exp2_approx(scores[u] - best);
         s.total[h] += weight;
+        const float factor_of = kScaled<T> ? __fmul_rn(weight, v_scale[u]) : weight;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float2 pair = unpack<T>(v[u][i]);
-          s.sums[h][i].x = fmaf(weight, pair.x, s.sums[h][i].x);
-          s.sums[h][i].y = fmaf(weight, pair.y, s.sums[h][i].y);
+          s.sums[h][i].x = fmaf(factor_of, pair.x, s.sums[h][i].x);
+          s.sums[h][i].y = fmaf(factor_of, pair.y, s.sums[h][i].y);
         }
       }
     }

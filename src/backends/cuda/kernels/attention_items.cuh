@@ -1,11 +1,13 @@
 // The work of attend() and what happens before and after a team reads its keys and values.
 //
-// Teams of four warps serve one (token, part of a kv head's group of heads): an item. The token's
-// positions are blocks of 64; block b belongs to rank b % ranks, and a rank to the team
-// rank % number of teams. Each rank's part of the result goes to the shared memory of the teams
-// that add the parts, in an order fixed by the token's position alone: how many teams there are
-// changes no bit. In attend() a team is a thread block and its peers are a cluster; in a
-// persistent step a thread block holds two teams.
+// Teams of four warps serve one (token, part of a kv head's group of heads): an item. The positions
+// that the token attends to are blocks of 64; block b of them belongs to rank b % ranks, and a rank
+// to the team rank % number of teams. Each rank's part of the result goes to the shared memory of
+// the teams that add the parts, in an order fixed by the token's position and the window alone: how
+// many teams there are changes no bit. In attend() a team is a thread block and its peers are a
+// cluster; in a persistent step a thread block holds two teams.
+//
+// kPlain is true where the layer has neither a window nor sinks: then nothing here knows of them.
 //
 // Everything that a step's earlier kernels do not write is read before wait_for_previous(): the
 // step's tables, constants, and keys and values of positions before the step.
@@ -24,8 +26,6 @@ inline constexpr int kItemWarps = kItemThreads / 32;
 inline constexpr int kItemHeads = 8;  // of one group that an item serves
 inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
 inline constexpr int kMostRanks = 16;
-// Below every score: finite, so that a tile without a position multiplies by 1.
-inline constexpr float kNoScore = -1e30F;
 
 struct alignas(16) DecodeParams {
   AttentionArgs attention;
@@ -58,6 +58,40 @@ __host__ __device__ inline int log_slice(int columns, int active) {
   return log;
 }
 
+// From which position on a token attends, and where blocks lie: a layer with a window is a ring of
+// at least window positions, so the blocks of a span lie on one turn of it or on two.
+template <bool kPlain>
+struct Span {
+  int begin;
+  int first;  // block
+  int ring;   // blocks
+  int turns;  // blocks before the turn of the first one
+
+  __device__ __forceinline__ Span(const LayerCacheView& cache, int end) {
+    begin = cache.window > 0 ? max(end - cache.window, 0) : 0;
+    first = begin / kCacheBlock;
+    ring = cache.capacity / kCacheBlock;
+    turns = first / ring * ring;
+  }
+  __device__ __forceinline__ int place(int block) const {
+    block -= turns;
+    return block < ring ? block : block - ring;
+  }
+  __device__ __forceinline__ int place_of(int position) const {
+    position -= turns * kCacheBlock;
+    return position < ring * kCacheBlock ? position : position - ring * kCacheBlock;
+  }
+};
+template <>
+struct Span<true> {
+  static constexpr int begin = 0;
+  static constexpr int first = 0;
+
+  __device__ __forceinline__ Span(const LayerCacheView& /*cache*/, int /*end*/) {}
+  static __device__ __forceinline__ int place(int block) { return block; }
+  static __device__ __forceinline__ int place_of(int position) { return position; }
+};
+
 // What the step's tables say of tokens lane and lane + 32 of the launch.
 struct Tables {
   int position[2];  // -1: masked or padding
@@ -74,7 +108,7 @@ struct Item {
   int heads;    // 1..kItemHeads
   bool stores;  // the first part of a group stores the token's key and value
   int end;      // positions
-  int blocks;   // of 64 positions
+  int blocks;   // of 64 positions, from position 0 on
   int ranks;
   int teams;      // teams
   int team;       // this one of them
@@ -85,6 +119,7 @@ struct Item {
 
 // Row tables are padded to 128 bytes, so the row of any of 32 lanes is read before it is known
 // which one is needed.
+template <bool kPlain>
 __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables, int index,
                                           int team) {
   const StepState& s = p.attention.state;
@@ -124,7 +159,7 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables,
 
   item.end = max(item.position, 0) + 1;
   item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
-  item.ranks = min(kMostRanks, item.blocks);
+  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first);
   item.active = min(item.teams, item.ranks);
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   item.log_slice = log_slice(columns, item.active);
@@ -140,20 +175,23 @@ struct Fresh {
   unsigned member[2] = {0, 0};  // tokens, in the order of their places in shared memory
 };
 
-// Whether this team reads the block of a position.
-__device__ __forceinline__ bool owns(const Item& item, int position) {
-  const int block = position / kCacheBlock;
+// Whether this team reads the block of a position of the span.
+template <bool kPlain>
+__device__ __forceinline__ bool owns(const Item& item, const Span<kPlain>& span, int position) {
+  const int block = position / kCacheBlock - span.first;
   return (block % item.ranks & (item.teams - 1)) == item.team;
 }
 
-__device__ __forceinline__ Fresh find_fresh(const Tables& tables, const Item& item) {
+template <bool kPlain>
+__device__ __forceinline__ Fresh find_fresh(const Tables& tables, const Item& item,
+                                            const Span<kPlain>& span) {
   Fresh fresh;
   int low = INT_MAX;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int position = tables.position[i];
-    const bool mine =
-        tables.lane[i] == item.lane && position >= 0 && position < item.end && owns(item, position);
+    const bool mine = tables.lane[i] == item.lane && position >= span.begin &&
+                      position < item.end && owns(item, span, position);
     fresh.member[i] = __ballot_sync(kAllLanes, mine);
     if (mine) low = min(low, position);
   }
@@ -359,8 +397,8 @@ struct HeadConstants {
   __device__ __forceinline__ void load(const DecodeParams& p) {
     const int key_dim = p.attention.cache.key_dim;
     load_frequencies<N>(frequencies, p.heads);
-    q_norm = load_norm<N>(p.heads.q_norm, key_dim, p.heads.style);
-    k_norm = load_norm<N>(p.heads.k_norm, key_dim, p.heads.style);
+    q_norm = load_norm<N>(p.heads.q_norm, key_dim, p.heads.style, p.heads.turned / 2);
+    k_norm = load_norm<N>(p.heads.k_norm, key_dim, p.heads.style, p.heads.turned / 2);
   }
 };
 
@@ -380,13 +418,14 @@ struct HeadTask {
     if (task < item.heads) {
       const std::size_t row = static_cast<std::size_t>(p.first + item.token) * p.attention.heads;
       position = item.position;
-      x = load_head<N>(p.heads.q + (row + item.head + task) * key_dim, key_dim, p.heads.style);
+      x = load_head<N>(p.heads.q + (row + item.head + task) * key_dim, key_dim, p.heads.style,
+                       p.heads.turned / 2);
     } else if (task < item.heads + fresh.count) {
       const int token = fresh_token(fresh, task - item.heads);
       position =
           __shfl_sync(kAllLanes, token < 32 ? tables.position[0] : tables.position[1], token & 31);
       const std::size_t row = (p.first + token) * kv_heads + item.kv_head;
-      x = load_head<N>(p.heads.k + row * key_dim, key_dim, p.heads.style);
+      x = load_head<N>(p.heads.k + row * key_dim, key_dim, p.heads.style, p.heads.turned / 2);
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
         const int d = 4 * ((team_thread() & 31) + 32 * i);
@@ -402,8 +441,8 @@ struct HeadTask {
     const int value_dim = p.attention.cache.value_dim;
     if (task < item.heads) {
       float* q = memory.q + task * (key_dim + kMergePad);
-      finish_head<N>(x, key_dim, p.heads.style, p.heads.q_norm, constants.q_norm,
-                     p.heads.q_norm_eps, constants.turns,
+      finish_head<N>(x, key_dim, p.heads.style, p.heads.turned / 2, p.heads.q_norm,
+                     constants.q_norm, p.heads.q_norm_eps, constants.turns,
                      [&](int i, float value) { q[i] = value; });
     } else if (task < item.heads + fresh.count) {
       T* k = memory.k + (task - item.heads) * key_dim;
@@ -411,8 +450,8 @@ struct HeadTask {
       if (position != item.position) {
         turns = make_turns<N>(constants.frequencies, position, p.heads.attention_factor);
       }
-      finish_head<N>(x, key_dim, p.heads.style, p.heads.k_norm, constants.k_norm,
-                     p.heads.k_norm_eps, turns,
+      finish_head<N>(x, key_dim, p.heads.style, p.heads.turned / 2, p.heads.k_norm,
+                     constants.k_norm, p.heads.k_norm_eps, turns,
                      [&](int i, float value) { k[i] = to_cache<T>(value); });
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
@@ -449,6 +488,10 @@ __device__ __forceinline__ void place_fresh(const Tables& tables, const Fresh& f
   }
 }
 
+// Whether attend() may finish heads: not those of 8-bit caches.
+template <typename T>
+inline constexpr bool kFuses = sizeof(T) > 1;
+
 // Ends with the whole team in step. N pairs a lane: key_dim and value_dim <= 64 N.
 template <typename T, int N>
 __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& item,
@@ -456,19 +499,21 @@ __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& 
                                              const ItemMemory<T>& memory,
                                              const HeadConstants<N>& constants) {
   const int tid = team_thread();
-  if (p.fused) {
-    constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
-    const int tasks = item.heads + fresh.count;
+  if (kFuses<T> && p.fused) {
+    if constexpr (kFuses<T>) {
+      constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
+      const int tasks = item.heads + fresh.count;
 #pragma unroll 1
-    for (int task = tid / 32; task < tasks; task += kInFlight * kItemWarps) {
-      HeadTask<T, N> head[kInFlight];
+      for (int task = tid / 32; task < tasks; task += kInFlight * kItemWarps) {
+        HeadTask<T, N> head[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        head[i].load(p, item, tables, fresh, task + i * kItemWarps);
-      }
+        for (int i = 0; i < kInFlight; ++i) {
+          head[i].load(p, item, tables, fresh, task + i * kItemWarps);
+        }
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        head[i].finish(p, item, fresh, memory, constants, task + i * kItemWarps);
+        for (int i = 0; i < kInFlight; ++i) {
+          head[i].finish(p, item, fresh, memory, constants, task + i * kItemWarps);
+        }
       }
     }
   } else {
@@ -496,18 +541,21 @@ __device__ __forceinline__ int fresh_place(const ItemMemory<T>& memory, const Fr
 
 // The team that reads the token's own position stores its key and value, and no other item
 // reads them from the cache in this launch.
-template <typename T>
+template <bool kPlain, typename T>
 __device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& fresh,
                                             const ItemMemory<T>& memory) {
   const Item& item = *memory.item;
-  if (!p.fused || !item.stores || !owns(item, item.position)) return;
   const LayerCacheView& cache = p.attention.cache;
+  if (!kFuses<T> || !p.fused || !item.stores) return;
+  const Span<kPlain> span(cache, item.end);
+  if (!owns(item, span, item.position)) return;
+  const int at = span.place_of(item.position);
   const int tid = team_thread();
   const int place = memory.place[item.position - fresh.low];
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
   if (tid < kItemThreads / 2) {
     T* to = key_slot<T>(cache, item.row) +
-            cache_offset(item.position, item.kv_head, cache.kv_heads, cache.key_dim);
+            cache_offset(at, item.kv_head, cache.kv_heads, cache.key_dim);
     const int d = tid * kElements;
     if (d < cache.key_dim) {
       *reinterpret_cast<uint4*>(to + d) =
@@ -515,7 +563,7 @@ __device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& 
     }
   } else {
     T* to = value_slot<T>(cache, item.row) +
-            cache_offset(item.position, item.kv_head, cache.kv_heads, cache.value_dim);
+            cache_offset(at, item.kv_head, cache.kv_heads, cache.value_dim);
     const int d = (tid - kItemThreads / 2) * kElements;
     if (d < cache.value_dim) {
       *reinterpret_cast<uint4*>(to + d) =
@@ -569,7 +617,7 @@ __device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int 
 
 // Adds the warps' results, which lie in memory.merge and memory.score, in order. The only rank's
 // are the result; others are sent to those that add them.
-template <typename T>
+template <bool kPlain, typename T>
 __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
                                          const ItemMemory<T>& memory, int rank) {
   const Item& item = *memory.item;
@@ -602,7 +650,8 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
       add_scaled(sum, reinterpret_cast<const float4*>(row)[column], factor[w]);
     }
     if (ranks == 1) {
-      const float inverse = 1.0F / score.y;
+      const float* sinks = kPlain ? nullptr : p.attention.sinks;
+      const float inverse = 1.0F / with_sink(sinks, item.head + head, score.x, score.y);
       item_out(p, item)[i] =
           make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     } else {
@@ -615,7 +664,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
 }
 
 // Adds the ranks' parts of this team's columns: 16 lanes a column, one rank each.
-template <typename T>
+template <bool kPlain, typename T>
 __device__ __forceinline__ void add_parts(const DecodeParams& p, int value_dim,
                                           const ItemMemory<T>& memory) {
   const Item& item = *memory.item;
@@ -653,7 +702,8 @@ __device__ __forceinline__ void add_parts(const DecodeParams& p, int value_dim,
       sum.w += __shfl_xor_sync(kAllLanes, sum.w, offset);
     }
     if (real && rank == 0) {
-      const float inverse = 1.0F / total;
+      const float* sinks = kPlain ? nullptr : p.attention.sinks;
+      const float inverse = 1.0F / with_sink(sinks, item.head + head, most, total);
       item_out(p, item)[first + local] =
           make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     }

@@ -26,12 +26,12 @@ struct Walk {
   int rank;
   int block;  // Item::blocks at the end
 
-  // Whether that was the rank's last round.
-  __device__ __forceinline__ bool next(const Item& item, int step) {
+  // Whether that was the rank's last round. `first` is the span's first block.
+  __device__ __forceinline__ bool next(const Item& item, int first, int step) {
     block += step * item.ranks;
     if (block < item.blocks) return false;
     rank += item.teams;
-    block = rank < item.ranks ? rank : item.blocks;
+    block = rank < item.ranks ? first + rank : item.blocks;
     return true;
   }
 };
@@ -41,7 +41,7 @@ struct Walk {
 // of keys r and r + 8, which are terms 2j, 2j+1, 2j+8, 2j+9 of products 2s and 2s + 1. sums^T
 // [dims, 8 heads] += V^T weights^T: the lane holds dims 64 s + 8 r + 0..7 of values 2j, 2j+1, 2j+8,
 // 2j+9; dims 8 r + 2i and 8 r + 2i + 1 are rows r and r + 8 of product i.
-template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles>
+template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles, bool kPlain>
 struct TensorItem {
   static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
   static constexpr int kPairs = (kKeySteps > 2 || kValueSteps > 1) ? 2 : 1;
@@ -50,6 +50,7 @@ struct TensorItem {
   const Item& item;
   const Fresh& fresh;
   const ItemMemory<T>& memory;
+  const Span<kPlain>& span;
   const T* keys;    // of the kv head
   const T* values;  // of the kv head
   int key_dim;
@@ -58,8 +59,9 @@ struct TensorItem {
   int j;
 
   __device__ __forceinline__ TensorItem(const DecodeParams& params, const Item& of,
-                                        const Fresh& with, const ItemMemory<T>& in)
-      : p(params), item(of), fresh(with), memory(in) {
+                                        const Fresh& with, const ItemMemory<T>& in,
+                                        const Span<kPlain>& over)
+      : p(params), item(of), fresh(with), memory(in), span(over) {
     const LayerCacheView& cache = p.attention.cache;
     key_dim = kExact ? 32 * kKeySteps : cache.key_dim;
     value_dim = kExact ? 64 * kValueSteps : cache.value_dim;
@@ -74,8 +76,13 @@ struct TensorItem {
     return block * kCacheBlock + team_thread() / 32 * 16;
   }
   __device__ __forceinline__ std::size_t tile_row(int block) const {
-    return static_cast<std::size_t>(block) * (p.attention.cache.kv_heads * kCacheBlock) +
+    return static_cast<std::size_t>(span.place(block)) *
+               (p.attention.cache.kv_heads * kCacheBlock) +
            team_thread() / 32 * 16;
+  }
+  // Row of a head's cache where a position lies.
+  __device__ __forceinline__ std::size_t position_row(int position) const {
+    return cache_offset(span.place_of(position), 0, p.attention.cache.kv_heads, 1);
   }
   __device__ __forceinline__ bool key_inside(int s) const {
     return kExact || 32 * s + 8 * j < key_dim;
@@ -90,26 +97,28 @@ struct TensorItem {
   __device__ __forceinline__ void load_keys(uint4 (&k)[kKeySteps][2], int block) const {
     const T* tile = keys + tile_row(block) * key_dim;
     const int limit = min(item.end, fresh.low) - tile_base(block);
+    const int least = span.begin - tile_base(block);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = r + 8 * half;
+      const bool wanted = row < limit && (kPlain || row >= least);
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s) {
-        k[s][half] =
-            load_cache_if(tile + row * key_dim + 32 * s + 8 * j, row < limit && key_inside(s));
+        k[s][half] = load_cache_if(tile + row * key_dim + 32 * s + 8 * j, wanted && key_inside(s));
       }
     }
   }
   __device__ __forceinline__ void load_values(uint4 (&v)[kValueSteps][4], int block) const {
     const T* tile = values + tile_row(block) * value_dim;
     const int limit = min(item.end, fresh.low) - tile_base(block);
+    const int least = span.begin - tile_base(block);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = value_row(j, i);
+      const bool wanted = row < limit && (kPlain || row >= least);
 #pragma unroll
       for (int s = 0; s < kValueSteps; ++s) {
-        v[s][i] =
-            load_cache_if(tile + row * value_dim + 64 * s + 8 * r, row < limit && value_inside(s));
+        v[s][i] = load_cache_if(tile + row * value_dim + 64 * s + 8 * r, wanted && value_inside(s));
       }
     }
   }
@@ -125,12 +134,15 @@ struct TensorItem {
     const auto* v = reinterpret_cast<const char*>(values + tile_row(block) * value_dim);
     for (int i = line; i < rows * value_dim * kWidth; i += 32 * 128) prefetch(v + i);
   }
-  // What load_keys() left out: positions from fresh.low on.
+  // What load_keys() left out: positions of the span from fresh.low on.
+  __device__ __forceinline__ bool left_out(int position) const {
+    return position >= fresh.low && position < item.end && (kPlain || position >= span.begin);
+  }
   __device__ __forceinline__ void add_fresh_keys(uint4 (&k)[kKeySteps][2], int base) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = base + r + 8 * half;
-      if (position < fresh.low || position >= item.end) continue;
+      if (!left_out(position)) continue;
       const int place = fresh_place(memory, fresh, position);
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s) {
@@ -139,8 +151,7 @@ struct TensorItem {
         if (place >= 0) {
           k[s][half] = *reinterpret_cast<const uint4*>(memory.k + place * key_dim + d);
         } else {
-          const T* row = keys + cache_offset(position, 0, p.attention.cache.kv_heads, key_dim);
-          k[s][half] = load_cache_if(row + d, true);
+          k[s][half] = load_cache_if(keys + position_row(position) * key_dim + d, true);
         }
       }
     }
@@ -149,7 +160,7 @@ struct TensorItem {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int position = base + value_row(j, i);
-      if (position < fresh.low || position >= item.end) continue;
+      if (!left_out(position)) continue;
       const int place = fresh_place(memory, fresh, position);
 #pragma unroll
       for (int s = 0; s < kValueSteps; ++s) {
@@ -158,8 +169,7 @@ struct TensorItem {
         if (place >= 0) {
           v[s][i] = *reinterpret_cast<const uint4*>(memory.v + place * value_dim + d);
         } else {
-          const T* row = values + cache_offset(position, 0, p.attention.cache.kv_heads, value_dim);
-          v[s][i] = load_cache_if(row + d, true);
+          v[s][i] = load_cache_if(values + position_row(position) * value_dim + d, true);
         }
       }
     }
@@ -229,7 +239,7 @@ struct TensorItem {
   __device__ __forceinline__ void run(const Tables& tables, const Wait& wait) const {
     uint4 k[kTiles][kKeySteps][2];
     uint4 v[kTiles][kValueSteps][4];
-    Walk at{item.team, item.team};
+    Walk at{item.team, span.first + item.team};
     HeadConstants<kPairs> constants;
     if (p.fused) {
       // Positions before the step: no kernel that may still run writes them.
@@ -259,7 +269,7 @@ struct TensorItem {
 #pragma unroll 1
     for (;;) {
       Walk next = at;
-      const bool last = next.next(item, kTiles);
+      const bool last = next.next(item, span.first, kTiles);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) fetch(at.block + (kAhead * kTiles + u) * item.ranks);
       float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
@@ -274,7 +284,8 @@ struct TensorItem {
         load_keys(k[u], next.block + u * item.ranks);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool inside = base + r + 4 * (i & 2) < item.end;
+          const int position = base + r + 4 * (i & 2);
+          const bool inside = position < item.end && (kPlain || position >= span.begin);
           scores[u][i] = inside ? __fmul_rn(scores[u][i], scale) : -INFINITY;
           best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
         }
@@ -319,7 +330,7 @@ struct TensorItem {
       }
       if (last) {
         store(sums, most, total);
-        end_rank(p, value_dim, memory, at.rank);
+        end_rank<kPlain>(p, value_dim, memory, at.rank);
         if (next.block == item.blocks) break;
         team_sync();  // the warps' results have been read
 #pragma unroll
@@ -335,8 +346,8 @@ struct TensorItem {
       }
       at = next;
     }
-    store_fresh(p, fresh, memory);
-    add_parts(p, value_dim, memory);
+    store_fresh<kPlain>(p, fresh, memory);
+    add_parts<kPlain>(p, value_dim, memory);
   }
 
   __device__ __forceinline__ void load_first(uint4 (&k)[kTiles][kKeySteps][2],

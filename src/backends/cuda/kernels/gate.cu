@@ -1,3 +1,4 @@
+#include "backends/cuda/kernels/activation.cuh"
 #include "backends/cuda/kernels/device.cuh"
 #include "backends/cuda/kernels/gate.h"
 
@@ -6,24 +7,23 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ float gated(float gate, float up) {
-  return gate / (1.0F + __expf(-gate)) * up;
-}
-
 __global__ void __launch_bounds__(kThreads)
-    gate_f32_kernel(const float4* gate, const float4* up, float4* out, std::int64_t count) {
+    gate_f32_kernel(const float4* gate, const float4* up, float4* out, Activation act,
+                    std::int64_t count) {
   allow_next();
   wait_for_previous();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const float4 g = __ldcg(gate + i);
   const float4 u = __ldcg(up + i);
-  out[i] = make_float4(gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w));
+  out[i] = make_float4(activate(act, g.x, u.x), activate(act, g.y, u.y), activate(act, g.z, u.z),
+                       activate(act, g.w, u.w));
 }
 
 __global__ void __launch_bounds__(kThreads)
     gate_bf16_kernel(const uint4* gate, const uint4* up, const float* gate_bias,
-                     const float* up_bias, uint4* out, int width, std::int64_t count) {
+                     const float* up_bias, uint4* out, Activation act, int width,
+                     std::int64_t count) {
   allow_next();
   wait_for_previous();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
     if (gate_bias)
       g0 += __ldg(gate_bias + column + 2 * k), g1 += __ldg(gate_bias + column + 2 * k + 1);
     if (up_bias) u0 += __ldg(up_bias + column + 2 * k), u1 += __ldg(up_bias + column + 2 * k + 1);
-    o[k] = pack_bf16(gated(g0, u0), gated(g1, u1));
+    o[k] = pack_bf16(activate(act, g0, u0), activate(act, g1, u1));
   }
   out[i] = make_uint4(o[0], o[1], o[2], o[3]);
 }
@@ -55,7 +55,7 @@ void gate_f32(const GateArgs& args, const Launch& launch) {
   launch_kernel(launch, "gate_f32", gate_f32_kernel,
                 dim3(static_cast<unsigned>((count + kThreads - 1) / kThreads)), dim3(kThreads), 0,
                 static_cast<const float4*>(args.gate), static_cast<const float4*>(args.up),
-                static_cast<float4*>(args.out), count);
+                static_cast<float4*>(args.out), args.activation, count);
 }
 
 void gate_bf16(const GateArgs& args, const Launch& launch) {
@@ -63,7 +63,8 @@ void gate_bf16(const GateArgs& args, const Launch& launch) {
   launch_kernel(launch, "gate_bf16", gate_bf16_kernel,
                 dim3(static_cast<unsigned>((count + kThreads - 1) / kThreads)), dim3(kThreads), 0,
                 static_cast<const uint4*>(args.gate), static_cast<const uint4*>(args.up),
-                args.gate_bias, args.up_bias, static_cast<uint4*>(args.out), args.width, count);
+                args.gate_bias, args.up_bias, static_cast<uint4*>(args.out), args.activation,
+                args.width, count);
 }
 
 }  // namespace pianola::cuda

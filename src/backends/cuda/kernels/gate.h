@@ -1,7 +1,8 @@
-// silu(gate) * up where the products were separate launches.
+// act(gate) * up where the products were separate launches.
 #pragma once
 
 #include "backends/cuda/kernels/launch.h"
+#include "plan/op.h"
 
 namespace pianola::cuda {
 
@@ -11,7 +12,8 @@ struct GateArgs {
   const float* gate_bias = nullptr;  // [width] or null; only of gate_bf16
   const float* up_bias = nullptr;
   void* out = nullptr;  // [tokens, width]; of gate_f32 it may be gate
-  int width = 0;        // a multiple of 8
+  Activation activation = Activation::kSilu;
+  int width = 0;  // a multiple of 8
   int tokens = 1;
 };
 void gate_f32(const GateArgs& args, const Launch& launch);

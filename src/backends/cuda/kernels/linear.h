@@ -9,6 +9,7 @@
 
 #include "backends/cuda/kernels/launch.h"
 #include "backends/cuda/kernels/packed_weight.h"
+#include "plan/op.h"
 #include "plan/step_state.h"
 
 namespace pianola::cuda {
@@ -25,14 +26,15 @@ struct LinearPart {
 
 enum class LinearEnd : std::uint8_t {
   kStore,  // out = y + bias + residual
-  kGated,  // parts 0 and 1 are gate and up: out of part 0 = silu(gate + bias) * (up + bias)
+  kGated,  // parts 0 and 1 are gate and up: out of part 0 = act(gate + bias) * (up + bias)
 };
 
 struct LinearArgs {
   LinearPart part[3];  // equal cols and forms may differ in rows; parts share the input
   int parts = 1;
   LinearEnd end = LinearEnd::kStore;
-  const float* in = nullptr;  // [tokens, in_ld]
+  Activation activation = Activation::kSilu;  // of kGated
+  const float* in = nullptr;                  // [tokens, in_ld]
   int in_ld = 0;
   const float* norm = nullptr;  // [cols]: RMS norm of the input, or null
   float eps = 0;

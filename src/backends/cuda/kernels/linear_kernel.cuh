@@ -99,6 +99,7 @@ inline Params make_params(const LinearArgs& args) {
   p.tokens = args.tokens;
   p.parts = args.parts;
   p.gated = args.end == LinearEnd::kGated ? 1 : 0;
+  p.activation = args.activation;
   p.code_row = static_cast<int>(code_row_bytes(first.codes, first.cols));
   p.scale_row = static_cast<int>(scale_row_bytes(first.scales, first.codes, first.cols));
   int tiles = 0;

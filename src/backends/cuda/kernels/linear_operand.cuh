@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "backends/cuda/kernels/activation.cuh"
 #include "backends/cuda/kernels/device.cuh"
 #include "backends/cuda/kernels/linear.h"
 
@@ -83,6 +84,7 @@ struct Params {
   int tokens = 1;  // of the bucket
   int parts = 1;
   int gated = 0;
+  Activation activation = Activation::kSilu;
   int units = 0;        // tiles, or pairs of a gate and an up tile
   int slices = 1;       // warps that share the columns of a tile: 1, 2, 4 or 8
   int steps = 0;        // 16-byte loads along a row, padding included
@@ -279,8 +281,6 @@ __device__ __forceinline__ uint4 activation_words(const float4& x, const float4&
 __device__ __forceinline__ float square_sum(const float4& x) {
   return __fmaf_rn(x.w, x.w, __fmaf_rn(x.z, x.z, __fmaf_rn(x.x, x.x, __fmul_rn(x.y, x.y))));
 }
-
-__device__ __forceinline__ float silu(float x) { return x / (1.0F + __expf(-x)); }
 
 __device__ __forceinline__ int slice_begin(int steps, int slices, int slice) {
   return static_cast<int>(static_cast<unsigned>(steps) * static_cast<unsigned>(slice) /

@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
       if (p.gated) {
         float up = total(n + 1);
         if (p.part[1].bias) up += __ldg(p.part[1].bias + column_out);
-        y = __fmul_rn(silu(y), up);
+        y = activate(p.activation, y, up);
       }
       if (p.residual) y += turn == 0 && o == rank ? held_residual : __ldcg(p.residual + at);
       part.out[at] = y;

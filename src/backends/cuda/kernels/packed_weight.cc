@@ -117,4 +117,15 @@ PackedWeight packed_weight(const BoundWeight& weight) {
   return packed;
 }
 
+bool same_form(const PackedWeight& a, const PackedWeight& b) {
+  return a.codes == b.codes && a.scales == b.scales;
+}
+
+bool same_form(DType a, DType b) {
+  PackedWeight first;
+  PackedWeight second;
+  return packed_form(a, first.codes, first.scales) && packed_form(b, second.codes, second.scales) &&
+         same_form(first, second);
+}
+
 }  // namespace pianola::cuda

@@ -48,5 +48,8 @@ std::size_t packed_bytes(Codes codes, Scales scales, int rows, int cols);
 // How a checkpoint's element type is stored; false when there is no form for it.
 bool packed_form(DType dtype, Codes& codes, Scales& scales);
 PackedWeight packed_weight(const BoundWeight& weight);
+// Whether one kernel multiplies by both.
+bool same_form(const PackedWeight& a, const PackedWeight& b);
+bool same_form(DType a, DType b);
 
 }  // namespace pianola::cuda

@@ -97,6 +97,9 @@ void check_attention(const PersistentOp& op, const PersistentOp& first) {
   const LayerCacheView& a = op.attention.cache;
   const LayerCacheView& b = first.attention.cache;
   if (a.dtype == DType::kF32) refuse("an f32 cache");
+  if (a.dtype != DType::kF16 && a.dtype != DType::kBF16) refuse("an 8-bit cache");
+  if (a.window > 0) refuse("a sliding window");
+  if (op.attention.sinks) refuse("attention sinks");
   if (a.key_dim != a.value_dim || (a.key_dim != 64 && a.key_dim != 128)) {
     refuse("heads of " + std::to_string(a.key_dim) + " and " + std::to_string(a.value_dim));
   }
@@ -110,6 +113,9 @@ void check_product(const LinearArgs& args, int tokens) {
   const PackedWeight& weight = args.part[0].weight;
   require(args.tokens >= 1 && args.tokens <= tokens, "persistent step: tokens of a product");
   if (weight.codes == Codes::kF32) refuse("f32 weights");
+  if (args.end == LinearEnd::kGated && args.activation != Activation::kSilu) {
+    refuse("an activation other than silu");
+  }
   if (weight.scales == Scales::kNone && weight.cols % columns_of_step(weight.codes) != 0) {
     refuse("rows of " + std::to_string(weight.cols) + " columns");
   }

@@ -641,7 +641,7 @@ struct Block {
         if (gated) {
           float up = total(out.sums + tokens * kTileRows);
           if (entry.bias[1]) up += __ldg(entry.bias[1] + out.column);
-          y = __fmul_rn(products::silu(y), up);
+          y = __fmul_rn(silu(y), up);
         }
         if (s.residual) y += out.residual;
         s.part[out.part].out[out.at] = y;
@@ -694,7 +694,7 @@ struct Block {
       Tables tables;
       Item item;
       item.position = -2;
-      if (first + place < items) item = find_item(d, tables, first + place, team);
+      if (first + place < items) item = find_item<true>(d, tables, first + place, team);
       if (item.position < 0 || item.team >= item.active) {
         wait();
         if (item.position == -1 && item.team == 0) clear_item(d, item);
@@ -702,9 +702,10 @@ struct Block {
         memory.parity = team_parity;
         expect_parts(d, item, memory);
         if (team_thread() == 0) *memory.item = item;
-        const Fresh fresh = find_fresh(tables, item);
-        TensorItem<T, kHeadDim / 32, kHeadDim / 64, true, kHeadDim == 64 ? 2 : 1>(d, item, fresh,
-                                                                                  memory)
+        const Span<true> span(d.attention.cache, item.end);  // check_attention() refuses others
+        const Fresh fresh = find_fresh(tables, item, span);
+        TensorItem<T, kHeadDim / 32, kHeadDim / 64, true, kHeadDim == 64 ? 2 : 1, true>(
+            d, item, fresh, memory, span)
             .run(tables, wait);
         if (memory.item->ranks > 1 && memory.item->team < memory.item->targets) team_parity ^= 1;
       }

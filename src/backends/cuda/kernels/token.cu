@@ -13,8 +13,8 @@ constexpr int kEmbedThreads = 256;
 // Tokens on x, pieces of kCount columns on y.
 template <Codes kCodes, Scales kScales, int kCount>
 __global__ void __launch_bounds__(kEmbedThreads)
-    embed_kernel(PackedRows table, float* out, const StepCounts* counts, const TokenId* token,
-                 const std::int32_t* position) {
+    embed_kernel(PackedRows table, float scale, float* out, const StepCounts* counts,
+                 const TokenId* token, const std::int32_t* position) {
   allow_next();
   const int t = static_cast<int>(blockIdx.x);
   const int col = static_cast<int>(blockIdx.y * kEmbedThreads + threadIdx.x) * kCount;
@@ -25,6 +25,8 @@ __global__ void __launch_bounds__(kEmbedThreads)
   if (t >= tokens || col >= table.cols) return;
   float value[kCount] = {};
   if (at >= 0) unpack_values<kCodes, kScales>(table, id, col, value);
+#pragma unroll
+  for (float& v : value) v = __fmul_rn(v, scale);
   float* to = out + static_cast<std::size_t>(t) * table.cols + col;
   if constexpr (kCount == 8) {
     reinterpret_cast<float4*>(to)[0] = make_float4(value[0], value[1], value[2], value[3]);
@@ -132,6 +134,14 @@ __global__ void __launch_bounds__(kNormThreads) norm_kernel(NormArgs args, Out* 
 #pragma unroll
       for (int j = 0; j < kWide; ++j) v.x[j] = v.x[j] * scale * w.x[j];
     }
+    if constexpr (sizeof(Out) != 2) {
+      if (args.residual) {
+        const Piece<kWide> r =
+            load_piece<kWide>(args.residual + static_cast<std::size_t>(t) * args.width + p * kWide);
+#pragma unroll
+        for (int j = 0; j < kWide; ++j) v.x[j] = __fadd_rn(v.x[j], r.x[j]);
+      }
+    }
     store_piece<kWide>(to + p * kWide, v);
   };
 #pragma unroll
@@ -164,8 +174,8 @@ void embed(const EmbedArgs& args, const Launch& launch) {
     const dim3 grid(static_cast<unsigned>(args.tokens),
                     static_cast<unsigned>((args.table.cols + columns - 1) / columns));
     launch_kernel(launch, "embed", embed_kernel<F::kCodes, F::kScales, F::kCount>, grid,
-                  dim3(kEmbedThreads), 0, packed_rows(args.table), args.out, args.state.counts,
-                  args.state.token, args.state.position);
+                  dim3(kEmbedThreads), 0, packed_rows(args.table), args.scale, args.out,
+                  args.state.counts, args.state.token, args.state.position);
   });
 }
 

@@ -8,27 +8,29 @@
 namespace pianola::cuda {
 
 struct EmbedArgs {
-  PackedWeight table;    // [vocab, width]
+  PackedWeight table;  // [vocab, width]
+  float scale = 1;
   float* out = nullptr;  // [tokens, width]
   StepState state;
   int tokens = 1;  // of the bucket
 };
-// out[t] = table[token[t]] of live tokens; 0 for a masked one.
+// out[t] = table[token[t]] * scale of live tokens; 0 for a masked one.
 void embed(const EmbedArgs& args, const Launch& launch);
 
 struct NormArgs {
   const float* in = nullptr;  // [tokens, width]
   const float* weight = nullptr;
   float eps = 0;
-  float* out = nullptr;
+  const float* residual = nullptr;  // [tokens, width], added behind the norm, or null
+  float* out = nullptr;             // [tokens, width]; may be `in` or `residual`
   int width = 0;
   const std::int32_t* count = nullptr;   // [1]
   const std::int32_t* gather = nullptr;  // [count] input row of each token, or null
   int tokens = 1;
 };
 void rms_norm(const NormArgs& args, const Launch& launch);
-// The same to bfloat16 [tokens, width], for cuBLASLt; weight null: only converts. Rows beyond the
-// live tokens become 0.
+// The same to bfloat16 [tokens, width], for cuBLASLt, without a residual; weight null: only
+// converts. Rows beyond the live tokens become 0.
 void rms_norm_bf16(const NormArgs& args, void* out, const Launch& launch);
 
 struct SampleArgs {

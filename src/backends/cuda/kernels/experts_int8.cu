@@ -1,0 +1,16 @@
+#include "backends/cuda/kernels/experts_launch.cuh"
+
+namespace pianola::cuda::products {
+
+void experts_int8(const PackedWeight& form, const ExpertParams& p, const ExpertLaunch& kind,
+                  const Launch& launch) {
+  if (form.scales == Scales::kHalfPair) {
+    launch_experts<Codes::kInt8, Scales::kHalfPair>(p, kind, launch);
+  } else if (form.scales == Scales::kFloatPair) {
+    launch_experts<Codes::kInt8, Scales::kFloatPair>(p, kind, launch);
+  } else {
+    launch_experts<Codes::kInt8, Scales::kFloat16>(p, kind, launch);
+  }
+}
+
+}  // namespace pianola::cuda::products
