@@ -22,6 +22,7 @@ class DeviceArray {
   explicit DeviceArray(std::size_t count) : count_(count) {
     check(cudaMalloc(reinterpret_cast<void**>(&data_), bytes() + kGuard), "test memory");
     check(cudaMemset(data_, 0xff, bytes() + kGuard), "test memory");
+    settle();
   }
   explicit DeviceArray(std::span<const T> values) : DeviceArray(values.size()) { write(values); }
   explicit DeviceArray(const std::vector<T>& values) : DeviceArray(std::span<const T>(values)) {}
@@ -42,9 +43,10 @@ class DeviceArray {
 
   void write(std::span<const T> values) {
     check(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyHostToDevice), "write");
+    settle();
   }
-  void poison() { check(cudaMemset(data_, 0xff, bytes()), "poison"); }
-  void zero() { check(cudaMemset(data_, 0, bytes()), "zero"); }
+  void poison() { fill(0xff); }
+  void zero() { fill(0); }
   std::vector<T> read() const {
     check(cudaDeviceSynchronize(), "kernels under test");
     std::vector<T> values(count_);
@@ -64,6 +66,14 @@ class DeviceArray {
   }
 
  private:
+  // Copies from pageable memory and memsets may return before they are done, and a stream of its
+  // own does not wait for them.
+  static void settle() { check(cudaDeviceSynchronize(), "test memory"); }
+  void fill(int byte) {
+    check(cudaMemset(data_, byte, bytes()), "test memory");
+    settle();
+  }
+
   static constexpr std::size_t kGuard = 256;
   std::size_t count_ = 0;
   T* data_ = nullptr;

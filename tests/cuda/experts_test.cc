@@ -114,7 +114,7 @@ void compare_routes(const LayerShape& shape, std::initializer_list<int> counts,
 }
 
 TEST(CudaRoute, SmallStepsChooseWhatTheReferenceChooses) {
-  compare_routes({.experts = 7, .top_k = 3, .width = 36, .score = RouteScore::kSoftmax}, {1, 5},
+  compare_routes({.experts = 7, .top_k = 3, .width = 40, .score = RouteScore::kSoftmax}, {1, 5},
                  kEager);
   compare_routes({.experts = 33, .top_k = 4, .width = 64, .norm_route = false}, {3}, kEager);
 }
@@ -124,7 +124,7 @@ TEST(CudaRoute, EveryScoreIsThatOfTheReference) {
        {RouteScore::kSoftmax, RouteScore::kSoftmaxOfChosen, RouteScore::kSigmoid}) {
     for (const bool norm : {true, false}) {
       for (const LayerShape& sizes : {LayerShape{.experts = 1, .top_k = 1, .width = 8},
-                                      LayerShape{.experts = 7, .top_k = 3, .width = 36},
+                                      LayerShape{.experts = 7, .top_k = 3, .width = 40},
                                       LayerShape{.experts = 33, .top_k = 33, .width = 64}}) {
         LayerShape shape = sizes;
         shape.score = score;

@@ -282,7 +282,7 @@ TEST_F(Refused, StreamsThatAreNotCaptured) {
 }
 
 TEST_F(Refused, CallsThatFailAndExceptions) {
-  refuse(kArgument, "a CUDA call of the forward failed: invalid configuration",
+  refuse(kArgument, "a CUDA call of the forward failed: invalid",
          [](CudaStream stream, LoopWords*) { set_word<<<1, 4096, 0, stream>>>(nullptr, 0); });
   refuse(kArgument, "holds f16 and was asked for as f32",
          with([this](CudaStream) { running_.cache.layer<float>(0); }));

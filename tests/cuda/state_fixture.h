@@ -30,6 +30,9 @@ class MirroredState {
     check(cudaMemcpy(device_memory_.data(), host_memory_.get(), layout_.bytes(),
                      cudaMemcpyHostToDevice),
           "upload");
+    // A copy from pageable memory may return before it has arrived, and streams of their own do
+    // not wait for it.
+    check(cudaDeviceSynchronize(), "upload");
     std::memcpy(device_shared_, host_shared_.get(), layout_.shared_bytes());
   }
   void download() {

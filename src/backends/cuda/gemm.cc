@@ -5,6 +5,7 @@
 
 #include "backends/cuda/cuda_error.h"
 #include "base/check.h"
+#include "tensor/arena.h"
 
 namespace pianola::cuda {
 namespace {
@@ -124,6 +125,13 @@ Gemm::Gemm(const GemmLibrary& library, int tokens, int rows, int cols, GemmOut o
   const std::size_t workspace = kGemmWorkspaceBytes;
   functions.preference_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
                            sizeof(workspace));
+  // Algorithms may ask for 256 unless told what there is.
+  const std::uint32_t alignment = Arena::kAlignment;
+  for (const auto matrix :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    functions.preference_set(preference, matrix, &alignment, sizeof(alignment));
+  }
   cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
   const cublasStatus_t status =

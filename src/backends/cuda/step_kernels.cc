@@ -164,7 +164,8 @@ void StepKernels::make_persistent() {
   for (; at < ops.size(); ++at) {
     if (const auto* qkv = std::get_if<QkvOp>(&ops[at])) {
       if (!attends_with(*qkv, at + 1)) break;
-      for (const LinearArgs& args : qkv_products(*qkv)) add(args, tokens());
+      const QkvProducts products = qkv_products(*qkv);
+      for (std::size_t i = 0; i < products.count; ++i) add(products.args[i], tokens());
       ++at;
       program.push_back({.attends = true,
                          .heads = heads_args(*qkv),
@@ -411,15 +412,16 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
     return;
   }
   Launch next = l;
-  for (const LinearArgs& args : qkv_products(op)) {
-    multiply(args, tokens(), next);
+  const QkvProducts products = qkv_products(op);
+  for (std::size_t i = 0; i < products.count; ++i) {
+    multiply(products.args[i], tokens(), next);
     next.dependent = l.dependent_inside;
   }
 }
 
-std::vector<LinearArgs> StepKernels::qkv_products(const QkvOp& op) const {
+StepKernels::QkvProducts StepKernels::qkv_products(const QkvOp& op) const {
   const std::array<Target, 3> targets = qkv_targets(op);
-  std::vector<LinearArgs> products;
+  QkvProducts products;
   // Matrices of one form share a launch.
   for (std::size_t i = 0; i < 3;) {
     LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
@@ -430,7 +432,7 @@ std::vector<LinearArgs> StepKernels::qkv_products(const QkvOp& op) const {
       args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out,
                                  weight.rows};
     }
-    products.push_back(args);
+    products.args[products.count++] = args;
   }
   return products;
 }

@@ -79,6 +79,11 @@ class StepKernels {
     WeightId bias;
     float* out;
   };
+  // The products of a QkvOp: matrices of one form share one.
+  struct QkvProducts {
+    std::array<LinearArgs, 3> args;
+    std::size_t count = 0;
+  };
   // The ops that one kernel takes.
   struct Persistent {
     int first = 0;
@@ -97,7 +102,7 @@ class StepKernels {
   void run(const LinearOp& op, std::size_t index, const Launch& l) const;
   void project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const;
   // The products of an op in the decode class.
-  std::vector<LinearArgs> qkv_products(const QkvOp& op) const;
+  QkvProducts qkv_products(const QkvOp& op) const;
   std::array<Target, 3> qkv_targets(const QkvOp& op) const;
   LinearArgs product(const LinearOp& op) const;
   // Projections of one input that follow each other, the op at `index` the first of them: they
