@@ -185,12 +185,17 @@ class Engine {
   RowSnapshot snapshot(int row);
   void restore(int row, const RowSnapshot& snapshot);
 
+  // Where caches take memory as rows grow (MemoryPlan::page_bytes), whatever needs more of it, that
+  // is step(), run(), stream(), fork(), swap(), restore(), score() and logits(), throws OutOfMemory
+  // when there is none, naming the row; then nothing has changed. Other rows can go on by
+  // themselves, and after a row was closed or reset, any that its memory is enough for.
+
   // One round: a token of each running row that decodes, and the next chunk of prompts, up to
   // `chunk` tokens in all. `rows` limits it to some rows; empty means all. The events are valid
   // until the next call. An empty result with running rows means that only prompts were computed.
   std::span<const TokenEvent> step(std::span<const int> rows = {});
-  // Rounds until every one of the rows has stopped, or max_rounds, or about 1,000 events; a single
-  // round while a prompt is queued. The events of all rounds, in order.
+  // Rounds until every one of the rows has stopped, or max_rounds, or about 1,000 events, or memory
+  // ends; a single round while a prompt is queued. The events of all rounds, in order.
   std::span<const TokenEvent> run(int max_rounds, std::span<const int> rows = {});
   // Events as they come: as run(), but returns as soon as there is one. A device goes on computing
   // between calls with the same `rows`; any other call that changes a row or computes ends that run

@@ -123,10 +123,13 @@ class ReservedMemory final : public PagedMemory {
   ReservedMemory(int device, std::size_t bytes, cudaStream_t stream)
       : PagedMemory(bytes, memory_granularity(device)),
         property_(on_device(device)),
-        stream_(stream),
-        handles_(pages()) {
-    check_driver(VirtualMemory::get().reserve(&address_, pages() * page_bytes(), 0, 0, 0),
-                 "reserving addresses");
+        stream_(stream) {
+    const std::size_t addresses = pages() * page_bytes();
+    if (VirtualMemory::get().reserve(&address_, addresses, 0, 0, 0) != CUDA_SUCCESS) {
+      fail(ErrorCode::kOutOfMemory, "cuda: the driver refused {} bytes of addresses for caches",
+           addresses);
+    }
+    handles_.resize(pages());
   }
   ~ReservedMemory() override {
     cudaStreamSynchronize(stream_);
