@@ -12,6 +12,8 @@ boost::json::object counters_json(const EngineCounters& counters) {
           {"captures", counters.captures},
           {"capture_seconds", counters.capture_seconds},
           {"capture_bytes", counters.capture_bytes},
+          {"cache_reserved", counters.cache_reserved},
+          {"cache_resident", counters.cache_resident},
           {"launches", counters.launches},
           {"rounds", counters.steps},
           {"tokens", counters.tokens},
@@ -30,6 +32,10 @@ std::string load_report_text(const LoadReport& report) {
   std::string text =
       fmt::format("loaded in {} ({})\n", human_seconds(report.load_seconds), report.backend);
   text += fmt::format("  {:<12} {:>12}  recorded and compiled\n", "plans", c.plans);
+  text +=
+      fmt::format("  {:<12} {:>12}  of addresses, {} of memory behind them before a first token\n",
+                  "cache", human_bytes(static_cast<double>(c.cache_reserved)),
+                  human_bytes(static_cast<double>(c.cache_resident)));
   if (c.captures == 0) {
     return text + fmt::format("  {:<12} {:>12}  nothing is captured here\n", "graphs", 0);
   }

@@ -141,7 +141,17 @@ Engine make_engine(const Model& model, const ModelOptions& options, bool quiet) 
     throw_if_interrupted();
     progress.update(p.done_bytes, p.total_bytes);
   };
-  return Engine(model.causal(), engine);
+  Engine loaded(model.causal(), engine);
+  const MemoryPlan& memory = loaded.memory();
+  if (!quiet && !memory.fits()) {
+    progress.finish();
+    note(
+        "the cache does not fit as a whole: {} of addresses, {} of memory now; rows can grow until "
+        "memory ends",
+        human_bytes(static_cast<double>(memory.cache)),
+        human_bytes(static_cast<double>(loaded.counters().cache_resident)));
+  }
+  return loaded;
 }
 
 Loaded load(const ModelOptions& options, bool quiet) {

@@ -27,7 +27,8 @@ Examples:
   pianola plan -m model.gguf --device cuda --measure
 
 Reads headers only, and allocates nothing; with --measure it loads the model as well, when it fits,
-and shows what its graphs took. Exit status 6 when it does not fit.)";
+and shows what its graphs took. On a GPU, caches take memory as rows grow: what fits only as long as
+they stay short is loaded, and said. Exit status 6 when it is not.)";
 
 MemoryPlan plan_for(const Model& model, EngineOptions options, int max_seq_len) {
   throw_if_interrupted();
@@ -67,6 +68,9 @@ boost::json::object to_json(const Model& model, const MemoryPlan& plan, int long
   object["total"] = plan.total;
   object["available"] = plan.available;
   object["fits"] = plan.fits();
+  object["page_bytes"] = plan.page_bytes;
+  object["cache_at_first"] = plan.cache_at_first;
+  object["loads"] = plan.loads();
   object["longest_context"] = longest;
   if (measured) object["measured"] = load_report_json(*measured);
   return object;
@@ -81,7 +85,7 @@ int run(const PlanOptions& options) {
   const MemoryPlan plan = plan_for(model, engine, engine.max_seq_len);
   const int longest = longest_that_fits(model, engine);
   std::optional<LoadReport> measured;
-  if (options.measure && plan.fits()) measured = measure_load(model, options.model);
+  if (options.measure && plan.loads()) measured = measure_load(model, options.model);
   if (options.json) {
     put(to_json_text(to_json(model, plan, longest, measured)));
   } else {
@@ -94,7 +98,7 @@ int run(const PlanOptions& options) {
             : "  no context fits\n");
     if (measured) put(load_report_text(*measured));
   }
-  if (plan.fits()) return 0;
+  if (plan.loads()) return 0;
   fail(ErrorCode::kOutOfMemory, "plan: {} are needed and {} available; {}",
        human_bytes(static_cast<double>(plan.total)),
        human_bytes(static_cast<double>(plan.available)),

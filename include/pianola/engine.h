@@ -81,7 +81,16 @@ struct MemoryPlan {
   std::size_t workspace = 0;  // activations and scratch
   std::size_t total = 0;      // without `mapped`
   std::size_t available = 0;
+  // Where pages come behind the caches as rows grow: their size, and what of `cache` has them after
+  // a first token. 0: the system brings pages when memory is touched.
+  std::size_t page_bytes = 0;
+  std::size_t cache_at_first = 0;
+  // With all that rows can grow to.
   bool fits() const { return total <= available; }
+  // Or at least as far as a first token: rows can grow until memory ends.
+  bool loads() const {
+    return fits() || (page_bytes > 0 && total - cache + cache_at_first <= available);
+  }
   // A table for people, one line a part.
   std::string to_string() const;
 };
@@ -97,6 +106,8 @@ struct EngineCounters {
   std::uint64_t tokens = 0;        // computed, prompts included
   std::uint64_t plans = 0;         // Plans recorded: constant after load
   std::uint64_t address_hash = 0;  // of every address in every Program: constant after load
+  std::size_t cache_reserved = 0;  // bytes of addresses: constant after load
+  std::size_t cache_resident = 0;  // and of memory behind them
   std::uint64_t captures = 0;      // graphs: constant after load
   std::uint64_t launches = 0;      // of graphs
   double capture_seconds = 0;
@@ -174,12 +185,17 @@ class Engine {
   RowSnapshot snapshot(int row);
   void restore(int row, const RowSnapshot& snapshot);
 
+  // Where caches take memory as rows grow (MemoryPlan::page_bytes), whatever needs more of it, that
+  // is step(), run(), stream(), fork(), swap(), restore(), score() and logits(), throws OutOfMemory
+  // when there is none, naming the row; then nothing has changed. Other rows can go on by
+  // themselves, and after a row was closed or reset, any that its memory is enough for.
+
   // One round: a token of each running row that decodes, and the next chunk of prompts, up to
   // `chunk` tokens in all. `rows` limits it to some rows; empty means all. The events are valid
   // until the next call. An empty result with running rows means that only prompts were computed.
   std::span<const TokenEvent> step(std::span<const int> rows = {});
-  // Rounds until every one of the rows has stopped, or max_rounds, or about 1,000 events; a single
-  // round while a prompt is queued. The events of all rounds, in order.
+  // Rounds until every one of the rows has stopped, or max_rounds, or about 1,000 events, or memory
+  // ends; a single round while a prompt is queued. The events of all rounds, in order.
   std::span<const TokenEvent> run(int max_rounds, std::span<const int> rows = {});
   // Events as they come: as run(), but returns as soon as there is one. A device goes on computing
   // between calls with the same `rows`; any other call that changes a row or computes ends that run

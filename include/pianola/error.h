@@ -18,7 +18,7 @@ enum class ErrorCode {
   kInvalidModel,     // a model file is malformed or inconsistent
   kUnsupported,      // well-formed, but not something this build can do
   kNotFound,         // a file or name does not exist
-  kOutOfMemory,      // the plan does not fit; nothing was allocated
+  kOutOfMemory,      // the plan does not fit, or a row cannot grow; nothing has changed
   kContextOverflow,  // more tokens than a slot can hold, or further back than a layer can go
   kDevice,           // the device failed; the engine is poisoned
   kInternal,         // a broken invariant of pianola itself

@@ -111,7 +111,7 @@ struct GenerationResult {
   std::vector<float> logprobs;  // when asked for
   FinishReason finish_reason = FinishReason::kNone;
   GenerationStats stats;
-  std::string error;  // why the request was refused; the others go on
+  std::string error;  // why the request was refused, or ended for want of memory; the others go on
 };
 
 // Answers all requests, as many at a time as the engine has free slots, all in the same steps. The

@@ -106,16 +106,37 @@ class Program {
   virtual std::uint64_t address_certificate() const = 0;
 };
 
-// How memory will be touched: all of it soon (weights, workspace); a little more with every token
-// (caches), where large pages would cost memory that no token uses; or by host and device both.
-enum class MemoryUse : std::uint8_t { kDense, kSparse, kShared };
+// How memory will be touched: all of it soon (weights, workspace); a little more with every token,
+// where large pages would cost memory that no token uses; the same, and only what was required
+// before (caches); or by host and device both.
+enum class MemoryUse : std::uint8_t { kDense, kSparse, kOnDemand, kShared };
 
-// Memory of a device. Zeroed when it is made.
+// Bytes [begin, end) of some memory.
+struct MemoryRange {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+};
+
+// Memory of a device. Its addresses are final when it is made, and it is zeroed: there, or, where a
+// backend has page_bytes() and the use is kOnDemand, when pages come behind the addresses. Nothing
+// may touch an address that has no page.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
   virtual std::byte* data() const = 0;
   virtual std::size_t size() const = 0;
+
+  // Pages behind `bytes` from `offset` on, in order with the rounds of every Program. Throws
+  // OutOfMemory, keeping the pages that came before.
+  virtual void require(std::size_t /*offset*/, std::size_t /*bytes*/) {}
+  // Gives back the pages that lie wholly within that range; what they held is lost. Waits for the
+  // device.
+  virtual void give_back(std::size_t /*offset*/, std::size_t /*bytes*/) {}
+  // The first part of a range that has pages behind it; empty when none has.
+  virtual MemoryRange first_resident(MemoryRange within) const { return within; }
+  virtual std::size_t resident_bytes() const { return size(); }
+  // No more pages than this many bytes: require() throws OutOfMemory.
+  virtual void set_limit(std::size_t /*bytes*/) {}
 };
 
 // What a backend has done since it was made. Constant after load but for `launches`.
@@ -136,6 +157,9 @@ class Backend {
 
   // Bytes that could be allocated now.
   virtual std::size_t available_memory() const = 0;
+  // Of the pages that come behind memory for MemoryUse::kOnDemand when they are required; 0 where
+  // the system itself does that when memory is touched.
+  virtual std::size_t page_bytes() const { return 0; }
   // Throws OutOfMemory.
   virtual std::unique_ptr<DeviceMemory> allocate(std::size_t bytes, MemoryUse use) = 0;
 

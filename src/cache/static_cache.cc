@@ -162,6 +162,31 @@ StaticCache::StaticCache(const CacheLayout& layout, Arena& arena)
   }
 }
 
+std::size_t StaticCache::first_token_bytes(std::size_t page) const {
+  std::vector<bool> pages((arena_->size() + page - 1) / page);
+  const auto add = [&](std::size_t offset, std::size_t bytes) {
+    for (std::size_t i = offset / page; i * page < offset + bytes; ++i) pages[i] = true;
+  };
+  const DType dtype = layout_.options().dtype;
+  for (int layer = 0; layer < static_cast<int>(regions_.size()); ++layer) {
+    const AttentionSpec& spec = layout_.layers()[static_cast<std::size_t>(layer)];
+    const Region& region = regions_[static_cast<std::size_t>(layer)];
+    const auto add_block = [&](std::size_t offset, int dim) {
+      add(offset, cache_element_bytes(dtype, kCacheBlock, spec.kv_heads, dim));
+      if (!has_scales(dtype)) return;
+      add(offset + cache_element_bytes(dtype, layout_.capacity(layer), spec.kv_heads, dim),
+          cache_element_bytes(DType::kF32, kCacheBlock, spec.kv_heads, 1));
+    };
+    add_block(region.keys, spec.key_dim);
+    add_block(region.values, spec.value_dim);
+  }
+  if (!state_regions_.empty()) {
+    const std::size_t first = state_regions_.front().anchor;
+    add(first, arena_->size() - first);
+  }
+  return static_cast<std::size_t>(std::ranges::count(pages, true)) * page;
+}
+
 StateView StaticCache::state(int index) const {
   const StateRegion& region = state_regions_[static_cast<std::size_t>(index)];
   const auto floats = [this](std::size_t offset) {

@@ -70,6 +70,9 @@ class StaticCache {
   const CacheLayout& layout() const { return layout_; }
   LayerCacheView layer(int index) const;
   StateView state(int index) const;
+  // Of the arena, in pages: those that state layers have, and a first token in one slot. The arena
+  // holds nothing else and begins with a page.
+  std::size_t first_token_bytes(std::size_t page) const;
 
  private:
   struct Region {

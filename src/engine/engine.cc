@@ -115,8 +115,28 @@ const ProgramCache::Entry& Engine::Impl::write_tables(StepVariant variant) {
   return *entry;
 }
 
+int Engine::Impl::require_pages(int rounds) {
+  for (;; rounds = std::max(1, rounds / 2)) {
+    needs.clear();
+    for (const Lane& lane : lanes) {
+      const RowTable::Row& r = rows->row(lane.row);
+      const int next = r.length + lane.tokens;
+      needs.push_back({lane.row, std::max(next, std::min(next + rounds - 1, r.max_length))});
+    }
+    try {
+      pages->require(needs, rows->rows());
+      return rounds;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kOutOfMemory || rounds == 1) throw;
+    }
+  }
+}
+
 void Engine::Impl::replay(StepVariant variant) {
-  guarded([&] { write_tables(variant).program->replay(); });
+  guarded([&] {
+    require_pages(1);
+    write_tables(variant).program->replay();
+  });
   ++counters.steps;
 }
 
@@ -125,8 +145,12 @@ void Engine::Impl::begin_run(std::span<const int> only, int max_rounds) {
   if (lanes.empty()) return;
   tables->set_feed(true);
   guarded([&] {
+    // More rounds than events fit the ring are never run at once.
+    const int most =
+        std::clamp(state.ring_capacity / static_cast<int>(lanes.size()), 1, max_rounds);
+    const int rounds = require_pages(most);
     Program& program = *write_tables(StepVariant::kSample).program;
-    program.begin(max_rounds);
+    program.begin(rounds < most ? rounds : max_rounds);
     running = &program;
     running_rows.assign(only.begin(), only.end());
   });
@@ -240,7 +264,11 @@ std::span<const float> Engine::logits(int row, std::span<const std::int32_t> tok
          "engine: logits() takes 1 to {} tokens of a row with nothing queued, found {} and {}",
          logits_chunk(), count, e.rows->row(row).pending());
   }
-  e.guarded([&] { e.rows->append(row, tokens); });
+  e.guarded([&] {
+    const RowPages::Need need{row, e.rows->row(row).length + count};
+    if (need.positions <= max_seq_len()) e.pages->require({&need, 1}, e.rows->rows());
+    e.rows->append(row, tokens);
+  });
   e.tables->clear();
   e.compute_all_rows(row, count, StepVariant::kLogits);
   if (count > 1) e.checkpoint(row);

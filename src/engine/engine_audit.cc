@@ -9,18 +9,31 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 
+// Where NaN goes: to what has memory behind it.
+struct Target {
+  Backend& backend;
+  DeviceMemory& memory;
+};
+
 // NaN in every type that a cache or a buffer has, but for int8.
-void fill_with_nan(Backend& backend, std::byte* to, std::size_t bytes) {
+void fill_with_nan(const Target& target, std::byte* to, std::size_t bytes) {
   static const std::vector<std::byte> nan(kPiece, std::byte{0xFF});
-  for (std::size_t done = 0; done < bytes; done += kPiece) {
-    backend.write(to + done, nan.data(), std::min(kPiece, bytes - done));
+  const auto begin = static_cast<std::size_t>(to - target.memory.data());
+  MemoryRange rest{begin, begin + bytes};
+  while (rest.begin < rest.end) {
+    const MemoryRange range = target.memory.first_resident(rest);
+    if (range.begin == range.end) return;
+    for (std::size_t at = range.begin; at < range.end; at += kPiece) {
+      target.backend.write(target.memory.data() + at, nan.data(), std::min(kPiece, range.end - at));
+    }
+    rest.begin = range.end;
   }
 }
 
 // Positions from `length` on of one slot of one layer's keys, values or scales, of which a position
 // and head has `row` bytes.
-void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slot, std::size_t row,
-                    int length) {
+void fill_positions(const Target& target, const LayerCacheView& view, std::byte* slot,
+                    std::size_t row, int length) {
   const std::size_t block = row * kCacheBlock * static_cast<std::size_t>(view.kv_heads);
   const int whole = (length + kCacheBlock - 1) / kCacheBlock;  // blocks that hold a token
   const int inner = length % kCacheBlock;
@@ -28,55 +41,55 @@ void fill_positions(Backend& backend, const LayerCacheView& view, std::byte* slo
     const std::size_t at =
         static_cast<std::size_t>(whole - 1) * block +
         (static_cast<std::size_t>(head) * kCacheBlock + static_cast<std::size_t>(inner)) * row;
-    fill_with_nan(backend, slot + at, static_cast<std::size_t>(kCacheBlock - inner) * row);
+    fill_with_nan(target, slot + at, static_cast<std::size_t>(kCacheBlock - inner) * row);
   }
   const int blocks = view.capacity / kCacheBlock;
-  fill_with_nan(backend, slot + static_cast<std::size_t>(whole) * block,
+  fill_with_nan(target, slot + static_cast<std::size_t>(whole) * block,
                 static_cast<std::size_t>(blocks - whole) * block);
 }
 
 // What a window's ring holds besides the positions that the token at `length` attends to.
-void fill_ring(Backend& backend, const LayerCacheView& view, std::byte* slot, std::size_t row,
+void fill_ring(const Target& target, const LayerCacheView& view, std::byte* slot, std::size_t row,
                int length) {
   for (int place = 0; place < view.capacity; ++place) {
     // The latest position below `length` that lies here, if there is one.
     const int position = length - 1 - (length - 1 - place + view.capacity) % view.capacity;
     if (length > 0 && position >= window_begin(length, view.window)) continue;
     for (int head = 0; head < view.kv_heads; ++head) {
-      fill_with_nan(backend, slot + cache_index(place, head, view.kv_heads, 1) * row, row);
+      fill_with_nan(target, slot + cache_index(place, head, view.kv_heads, 1) * row, row);
     }
   }
 }
 
 // int8 has no NaN: its scales have.
-void fill_heads(Backend& backend, const LayerCacheView& view, std::byte* slot, int dim,
+void fill_heads(const Target& target, const LayerCacheView& view, std::byte* slot, int dim,
                 int length) {
   const auto fill = view.window > 0 ? fill_ring : fill_positions;
-  fill(backend, view, slot, row_bytes(view.dtype, static_cast<std::size_t>(dim)), length);
+  fill(target, view, slot, row_bytes(view.dtype, static_cast<std::size_t>(dim)), length);
   if (has_scales(view.dtype)) {
     std::byte* scales = slot + cache_element_bytes(view.dtype, view.capacity, view.kv_heads, dim);
-    fill(backend, view, scales, sizeof(float), length);
+    fill(target, view, scales, sizeof(float), length);
   }
 }
 
-void fill_layer(Backend& backend, const LayerCacheView& view, int slot, int length) {
-  fill_heads(backend, view, view.key_slot(slot), view.key_dim, length);
-  fill_heads(backend, view, view.value_slot(slot), view.value_dim, length);
+void fill_layer(const Target& target, const LayerCacheView& view, int slot, int length) {
+  fill_heads(target, view, view.key_slot(slot), view.key_dim, length);
+  fill_heads(target, view, view.value_slot(slot), view.value_dim, length);
 }
 
 // What a state layer's slot holds besides what the token at `length` folds into and reads.
-void fill_state(Backend& backend, const StateView& view, int slot, int length) {
+void fill_state(const Target& target, const StateView& view, int slot, int length) {
   const StateSpec& spec = view.spec;
   const std::size_t state = spec.state_size() * sizeof(float);
-  const auto fill = [&backend](void* to, std::size_t bytes) {
-    fill_with_nan(backend, static_cast<std::byte*>(to), bytes);
+  const auto fill = [&target](void* to, std::size_t bytes) {
+    fill_with_nan(target, static_cast<std::byte*>(to), bytes);
   };
   const int base = length / view.interval * view.interval;
   for (int head = 0; head < spec.heads; ++head) {
     // The anchor of `base` is read when the newest state is of another length.
     std::int32_t newest = -1;
     if (view.interval > 1) {
-      backend.read(&newest, view.newest_length_at(slot, head), sizeof(newest));
+      target.backend.read(&newest, view.newest_length_at(slot, head), sizeof(newest));
       if (newest != length || length == 0) {
         newest = -1;
         fill(view.newest_at(slot, head), state);
@@ -120,16 +133,15 @@ void EngineAudit::poison(Engine& engine) {
 void EngineAudit::poison_slot(Engine& engine, int slot, int first) {
   Engine::Impl& e = *engine.impl_;
   e.settle();
-  for (const LayerCacheView& view : e.caches) {
-    fill_layer(*e.backend, view, slot, first);
-  }
-  for (const StateView& view : e.states) fill_state(*e.backend, view, slot, first);
+  const Target target{*e.backend, *e.cache_memory};
+  for (const LayerCacheView& view : e.caches) fill_layer(target, view, slot, first);
+  for (const StateView& view : e.states) fill_state(target, view, slot, first);
 }
 
 void EngineAudit::poison_activations(Engine& engine) {
   Engine::Impl& e = *engine.impl_;
   e.settle();
-  fill_with_nan(*e.backend, e.work_memory->data(), e.layout.workspace_bytes());
+  fill_with_nan({*e.backend, *e.work_memory}, e.work_memory->data(), e.layout.workspace_bytes());
 }
 
 }  // namespace pianola

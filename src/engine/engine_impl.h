@@ -6,6 +6,7 @@
 
 #include "engine/engine_layout.h"
 #include "engine/program_cache.h"
+#include "engine/row_pages.h"
 #include "engine/row_table.h"
 #include "engine/step_tables.h"
 
@@ -33,13 +34,15 @@ struct Engine::Impl {
   std::vector<StateView> states;
   std::unique_ptr<ProgramCache> programs;
   std::unique_ptr<RowTable> rows;
+  std::unique_ptr<RowPages> pages;
   std::unique_ptr<StepTables> tables;
-  std::vector<Lane> lanes;          // of the step at hand; never grows
-  std::vector<TokenEvent> events;   // of the last call; never grows
-  std::vector<TokenEvent> waiting;  // computed, and not handed out yet
-  Program* running = nullptr;       // a run that stream() began and that may still go on
-  std::vector<int> running_rows;    // its rows; empty: all
-  std::vector<float> logits;        // [logits_chunk, vocab] when recorded
+  std::vector<Lane> lanes;            // of the step at hand; never grows
+  std::vector<RowPages::Need> needs;  // of the lanes; never grows
+  std::vector<TokenEvent> events;     // of the last call; never grows
+  std::vector<TokenEvent> waiting;    // computed, and not handed out yet
+  Program* running = nullptr;         // a run that stream() began and that may still go on
+  std::vector<int> running_rows;      // its rows; empty: all
+  std::vector<float> logits;          // [logits_chunk, vocab] when recorded
   EngineCounters counters;
   bool healthy = true;
   int step_tokens = 0;  // most tokens in one step that samples
@@ -65,6 +68,9 @@ struct Engine::Impl {
   // Fills `tables` and `lanes` with the work at hand: a token of each decoding row, then prompts.
   void fill_tables(std::span<const int> only);
   void add_lane(int row, int tokens, int logit_rows);
+  // Pages for what so many rounds of the lanes append, or for fewer of them: for how many. A row
+  // goes no further than its limit. Throws OutOfMemory when there are none for the first round.
+  int require_pages(int rounds);
   // Writes the tables and replays the Program that holds them.
   void replay(StepVariant variant);
   // Writes the tables and begins a run of the Program that holds them.

@@ -90,7 +90,14 @@ std::string MemoryPlan::to_string() const {
   line("state", state, "tokens, lengths, sampling parameters");
   line("workspace", workspace, "activations and scratch");
   line("total", total, "");
-  line("available", available, fits() ? "it fits" : "it does not fit");
+  if (page_bytes > 0) {
+    line("at first", total - cache + cache_at_first,
+         fmt::format("caches take pages of {} as rows grow", human_bytes(page_bytes)));
+  }
+  line("available", available,
+       fits()    ? "it fits"
+       : loads() ? "it does not fit as a whole: rows can grow until it is used"
+                 : "it does not fit");
   return text;
 }
 
@@ -186,6 +193,10 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   memory_.workspace = workspace_bytes_ + scratch_bytes_;
   memory_.total = memory_.weights + memory_.cache + memory_.state + memory_.workspace;
   memory_.available = available;
+  memory_.page_bytes = backend.page_bytes();
+  if (memory_.page_bytes > 0) {
+    memory_.cache_at_first = cache_->first_token_bytes(memory_.page_bytes);
+  }
 }
 
 }  // namespace pianola

@@ -33,7 +33,7 @@ Engine::Impl::Impl(std::shared_ptr<const CausalModel> model_in, const EngineOpti
     : model(std::move(model_in)),
       backend(make_backend(options.backend, backend_options(options))),
       layout(*model, options, *backend) {
-  if (!layout.memory().fits()) {
+  if (!layout.memory().loads()) {
     fail(ErrorCode::kOutOfMemory,
          "the model does not fit; use a shorter max_seq_len, fewer slots or a smaller model\n{}",
          layout.memory().to_string());
@@ -44,7 +44,11 @@ Engine::Impl::Impl(std::shared_ptr<const CausalModel> model_in, const EngineOpti
 
 void Engine::Impl::allocate() {
   weight_memory = backend->allocate(layout.weight_arena().size(), MemoryUse::kDense);
-  cache_memory = backend->allocate(layout.cache_arena().size(), MemoryUse::kSparse);
+  cache_memory = backend->allocate(layout.cache_arena().size(), MemoryUse::kOnDemand);
+  const MemoryPlan& memory = layout.memory();
+  if (layout.options().memory_limit > 0) {
+    cache_memory->set_limit(layout.options().memory_limit - (memory.total - memory.cache));
+  }
   state_memory = backend->allocate(layout.state().bytes(), MemoryUse::kSparse);
   shared_memory = backend->allocate(layout.state().shared_bytes(), MemoryUse::kShared);
   work_memory =
@@ -91,11 +95,14 @@ void Engine::Impl::bind() {
                     static_cast<std::size_t>(model->config().vocab_size));
     }
   }
+  pages = std::make_unique<RowPages>(*cache_memory, backend->page_bytes(), caches, states,
+                                     options.slots);
   tables = std::make_unique<StepTables>(layout.limits());
   rows = std::make_unique<RowTable>(state, options.slots, options.max_seq_len,
                                     static_cast<int>(model->config().vocab_size),
                                     layout.cache_layout(), states, *backend);
   lanes.reserve(static_cast<std::size_t>(layout.limits().lanes));
+  needs.reserve(static_cast<std::size_t>(layout.limits().lanes));
   events.reserve(2 * static_cast<std::size_t>(state.ring_capacity));
   waiting.reserve(2 * static_cast<std::size_t>(state.ring_capacity));
   running_rows.reserve(static_cast<std::size_t>(options.slots));
@@ -156,6 +163,8 @@ EngineCounters Engine::counters() const {
   EngineCounters counters = impl_->counters;
   counters.address_hash = impl_->programs->address_certificate();
   const BackendCounters backend = impl_->backend->counters();
+  counters.cache_reserved = impl_->cache_memory->size();
+  counters.cache_resident = impl_->cache_memory->resident_bytes();
   counters.captures = backend.captures;
   counters.launches = backend.launches;
   counters.capture_seconds = backend.capture_seconds;

@@ -61,9 +61,6 @@ bool Engine::has_work() const {
 
 namespace {
 
-// Tokens that a row's buffers hold something of.
-int held(const RowTable::Row& row) { return std::max({row.written, row.folded, row.length}); }
-
 std::size_t total_bytes(const std::vector<SlotRegion>& regions) {
   std::size_t bytes = 0;
   for (const SlotRegion& region : regions) bytes += region.bytes;
@@ -117,10 +114,15 @@ std::vector<int> Engine::fork(int row, int count, const RowOptions& options) {
          all.size());
   }
   if (free < count) return {};
-  const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, held(like));
+  const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, like.held());
   std::vector<int> forks;
   RowOptions own = options;
+  std::vector<RowPages::Need> needs;
+  for (int slot = 0; static_cast<int>(needs.size()) < count; ++slot) {
+    if (!all[static_cast<std::size_t>(slot)].open) needs.push_back({slot, like.held()});
+  }
   e.guarded([&] {
+    e.pages->require(needs, all);
     for (int i = 0; i < count; ++i) {
       const int fork = e.rows->open(own);
       forks.push_back(fork);
@@ -137,11 +139,13 @@ std::vector<int> Engine::fork(int row, int count, const RowOptions& options) {
 void Engine::swap(int a, int b) {
   Impl& e = *impl_;
   e.settle();
-  const int used = std::max(held(e.rows->row(a)), held(e.rows->row(b)));
+  const int used = std::max(e.rows->row(a).held(), e.rows->row(b).held());
   if (a == b) return;
   constexpr std::size_t kPiece = std::size_t{1} << 20;
   std::vector<std::byte> piece(kPiece);
   e.guarded([&] {
+    const RowPages::Need needs[] = {{a, used}, {b, used}};
+    e.pages->require(needs, e.rows->rows());
     for (const SlotRegion& region : slot_regions(e.caches, e.states, used, true)) {
       for (std::size_t done = 0; done < region.bytes; done += kPiece) {
         const std::size_t bytes = std::min(kPiece, region.bytes - done);
@@ -165,7 +169,7 @@ RowSnapshot Engine::snapshot(int row) {
   snapshot.header_ = {e.fingerprint(), r.length, std::max(r.written, r.length),
                       std::max(r.folded, r.length), r.floor};
   snapshot.history_ = r.history;
-  const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, held(r));
+  const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, r.held());
   snapshot.data_.resize(total_bytes(regions));
   std::byte* to = snapshot.data_.data();
   e.guarded([&] {
@@ -207,6 +211,8 @@ void Engine::restore(int row, const RowSnapshot& snapshot) {
   }
   const std::byte* from = snapshot.data_.data();
   e.guarded([&] {
+    const RowPages::Need need{row, used};
+    e.pages->require({&need, 1}, e.rows->rows());
     e.rows->keep_first(row, 0);
     for (const SlotRegion& region : regions) {
       e.backend->write(region.of(row), from, region.bytes);

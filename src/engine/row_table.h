@@ -3,6 +3,7 @@
 // that throws: what the device was not told has not changed here either.
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -42,6 +43,8 @@ class RowTable {
     RowStatus status = RowStatus::kIdle;
     std::vector<TokenId> history;  // capacity max_seq_len + 1: never grows
 
+    // Tokens that the row's buffers hold something of.
+    int held() const { return std::max({written, folded, length}); }
     int pending() const { return static_cast<int>(history.size()) - length; }
     bool running() const { return status == RowStatus::kRunning; }
   };

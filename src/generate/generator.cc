@@ -88,8 +88,14 @@ class Batch {
       for (std::size_t row = 0; row < at_row_.size(); ++row) {
         if (at_row_[row].sequence) rows_.push_back(static_cast<int>(row));
       }
-      for (const TokenEvent& event : engine_.stream(rows_)) {
-        at_row_[static_cast<std::size_t>(event.row)].sequence->accept(event);
+      try {
+        for (const TokenEvent& event : engine_.stream(rows_)) {
+          at_row_[static_cast<std::size_t>(event.row)].sequence->accept(event);
+        }
+      } catch (const Error& error) {
+        if (error.code() != ErrorCode::kOutOfMemory) throw;
+        fail_newest(error);
+        continue;
       }
       for (const int row : rows_) deliver(at_row_[static_cast<std::size_t>(row)]);
     }
@@ -120,6 +126,20 @@ class Batch {
         results_[request].error = error.what();
       }
     }
+  }
+
+  // When rows cannot grow any more, the request that came last gives way to the others.
+  void fail_newest(const Error& error) {
+    Active* newest = nullptr;
+    for (Active& active : at_row_) {
+      if (active.sequence && (!newest || active.request > newest->request)) newest = &active;
+    }
+    GenerationResult& result = results_[newest->request];
+    result.finish_reason = FinishReason::kFailed;
+    result.stats = newest->sequence->stats();
+    result.error = error.what();
+    newest->sequence.reset();
+    --active_;
   }
 
   bool slots_taken() {

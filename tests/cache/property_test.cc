@@ -23,6 +23,7 @@
 #include "cache/rows.h"
 #include "engine/engine_audit.h"
 #include "engine_test_access.h"
+#include "host_pages.h"
 #include "pianola/engine.h"
 #include "sanitized.h"
 
@@ -47,6 +48,7 @@ struct Stack {
   int chunk = 16;
   bool exact = false;
   int checkpoints = 4;
+  std::size_t page_bytes = 0;  // not 0: what no page was required for cannot be touched
 };
 
 void PrintTo(const Stack& stack, std::ostream* out) { *out << stack.name; }
@@ -68,6 +70,11 @@ const std::vector<Stack>& stacks() {
       {"reference_window_int8", "reference", "mistral/window", "int8", 4, 33},
       {"reference_experts", "reference", "gpt_oss/mixed", "f16", 16, 20},
       {"reference_hybrid", "reference", "qwen3_5/hybrid", "f16", 4, 16},
+      {"pages", "cpu", "llama/untied", "f16", 16, 16, false, 4, 4096},
+      {"pages_int8", "cpu", "llama/untied", "int8", 1, 150, false, 4, 4096},
+      {"pages_window", "cpu", "mistral/window", "f16", 4, 33, false, 4, 4096},
+      {"pages_hybrid", "cpu", "qwen3_5/hybrid", "f16", 4, 16, false, 4, 4096},
+      {"reference_pages", "reference", "llama/untied", "f16", 16, 16, false, 4, 4096},
       {"reference_hybrid_exact", "reference", "qwen3_5/hybrid", "f16", 3, 16, true, 4}};
   return all;
 }
@@ -625,6 +632,7 @@ class RowProperty : public testing::TestWithParam<Stack> {};
 TEST_P(RowProperty, WhatARowHasBeenThroughDoesNotShow) {
   const std::uint64_t wanted =
       from_environment("PIANOLA_PROPERTY_OPERATIONS", kOperations) / stacks().size();
+  const HostPages pages(GetParam().page_bytes);
   Oracle oracle(GetParam());
   Tally tally;
   const auto property = [&] {

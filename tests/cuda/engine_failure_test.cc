@@ -163,9 +163,11 @@ class CudaMemory : public testing::Test {
 };
 
 TEST_F(CudaMemory, WhatDoesNotFitIsRefusedBeforeAnythingIsAllocated) {
-  const EngineOptions options = options_for(free_memory() + 1);
+  EngineOptions options = options_for(free_memory() + 1);
+  options.memory_limit = Engine::plan(*model_, options).state;
   const MemoryPlan plan = Engine::plan(*model_, options);
   EXPECT_FALSE(plan.fits());
+  EXPECT_FALSE(plan.loads());
   EXPECT_GT(plan.cache, plan.total / 2);
   error_of([&] { Engine(model_, options); });  // once, for what the driver keeps
   const std::size_t before = free_memory();
@@ -191,7 +193,8 @@ TEST_F(CudaMemory, AnEngineLeavesNothingBehind) {
     std::printf("  planned %.1f MiB, used %.1f MiB, %.1f MiB of it for graphs\n",
                 static_cast<double>(plan.total) / (1 << 20), static_cast<double>(used) / (1 << 20),
                 static_cast<double>(engine.counters().capture_bytes) / (1 << 20));
-    EXPECT_GE(used, plan.cache);
+    EXPECT_GE(used, plan.total - plan.cache);
+    EXPECT_LT(used, plan.total);
   }
   for (int i = 0; i < 3; ++i) load(options);
   EXPECT_NEAR(static_cast<double>(free_memory()), static_cast<double>(before), 64 << 20);
@@ -210,10 +213,13 @@ TEST_F(CudaMemory, WhatOthersHoldIsNotAvailable) {
   const std::size_t held = free_memory() - kLeft;
   check(cudaMalloc(&others, held), "memory of others");
   const MemoryPlan shared = Engine::plan(*model_, options);
+  EngineOptions limited = options;
+  limited.memory_limit = shared.state;
   const std::size_t before = free_memory();
-  const auto error = error_of([&] { Engine(model_, options); });
+  const auto error = error_of([&] { Engine(model_, limited); });
   const std::size_t after = free_memory();
   const auto small = error_of([&] { load({.backend = "cuda", .max_seq_len = 256}); });
+  const auto part = error_of([&] { load(options); });  // rows that stay short
   check(cudaFree(others), "memory of others");
 
   EXPECT_LE(shared.available, kLeft);
@@ -221,6 +227,8 @@ TEST_F(CudaMemory, WhatOthersHoldIsNotAvailable) {
               256 << 20);
   EXPECT_EQ(shared.total, alone.total);
   EXPECT_FALSE(shared.fits());
+  EXPECT_TRUE(shared.loads());
+  EXPECT_FALSE(part) << part->what();
   ASSERT_TRUE(error) << "it was not refused";
   EXPECT_EQ(error->code(), ErrorCode::kOutOfMemory);
   EXPECT_EQ(after, before);

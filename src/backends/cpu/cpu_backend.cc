@@ -45,6 +45,8 @@ std::string CpuBackend::description() const {
 
 std::size_t CpuBackend::available_memory() const { return available_host_memory(); }
 
+std::size_t CpuBackend::page_bytes() const { return host_page_bytes(); }
+
 std::unique_ptr<DeviceMemory> CpuBackend::allocate(std::size_t bytes, MemoryUse use) {
   return allocate_host_memory(bytes, use);
 }

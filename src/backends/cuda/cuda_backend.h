@@ -17,6 +17,7 @@ class CudaBackend final : public Backend {
   const char* name() const override { return "cuda"; }
   std::string description() const override;
   std::size_t available_memory() const override { return device_.available_memory(); }
+  std::size_t page_bytes() const override { return device_.page_bytes(); }
   std::unique_ptr<DeviceMemory> allocate(std::size_t bytes, MemoryUse use) override {
     return device_.allocate(bytes, use);
   }

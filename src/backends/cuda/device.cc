@@ -1,10 +1,9 @@
 #include "backends/cuda/device.h"
 
-#include <cuda.h>
-
 #include <cstring>
 
 #include "backends/cuda/cuda_error.h"
+#include "backends/cuda/mapped_memory.h"
 #include "base/check.h"
 
 namespace pianola::cuda {
@@ -13,105 +12,6 @@ namespace {
 // Left free beside what is planned: captured graphs, modules, libraries.
 constexpr std::size_t kReserve = std::size_t{512} << 20;
 constexpr int kLeastCapability = 80;
-
-// The driver's functions for reserved addresses, found at run time so that nothing links to it.
-class VirtualMemory {
- public:
-  static const VirtualMemory& get() {
-    static const VirtualMemory functions;
-    return functions;
-  }
-
-  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
-  decltype(&cuMemAddressReserve) reserve = nullptr;
-  decltype(&cuMemAddressFree) free_address = nullptr;
-  decltype(&cuMemCreate) create = nullptr;
-  decltype(&cuMemRelease) release = nullptr;
-  decltype(&cuMemMap) map = nullptr;
-  decltype(&cuMemUnmap) unmap = nullptr;
-  decltype(&cuMemSetAccess) set_access = nullptr;
-
- private:
-  VirtualMemory() {
-    find("cuMemGetAllocationGranularity", granularity);
-    find("cuMemAddressReserve", reserve);
-    find("cuMemAddressFree", free_address);
-    find("cuMemCreate", create);
-    find("cuMemRelease", release);
-    find("cuMemMap", map);
-    find("cuMemUnmap", unmap);
-    find("cuMemSetAccess", set_access);
-  }
-  template <typename F>
-  static void find(const char* name, F& function) {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result = {};
-    check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &result),
-          name);
-    if (result != cudaDriverEntryPointSuccess || !address) {
-      fail(ErrorCode::kDevice, "cuda: the driver has no {}; it is too old", name);
-    }
-    function = reinterpret_cast<F>(address);
-  }
-};
-
-void check_driver(CUresult status, const char* what) {
-  if (status == CUDA_SUCCESS) return;
-  fail(status == CUDA_ERROR_OUT_OF_MEMORY ? ErrorCode::kOutOfMemory : ErrorCode::kDevice,
-       "cuda: {}: driver error {}", what, static_cast<int>(status));
-}
-
-class MappedMemory final : public DeviceMemory {
- public:
-  MappedMemory(int device, std::size_t bytes) : size_(bytes) {
-    if (bytes == 0) return;
-    const VirtualMemory& f = VirtualMemory::get();
-    CUmemAllocationProp property = {};
-    property.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    property.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    property.location.id = device;
-    std::size_t unit = 0;
-    check_driver(f.granularity(&unit, &property, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-                 "memory granularity");
-    mapped_ = (bytes + unit - 1) / unit * unit;
-    try {
-      check_driver(f.reserve(&address_, mapped_, 0, 0, 0), "reserving addresses");
-      check_driver(f.create(&pages_, mapped_, &property, 0), "allocating device memory");
-      has_pages_ = true;
-      check_driver(f.map(address_, mapped_, 0, pages_, 0), "mapping device memory");
-      is_mapped_ = true;
-      CUmemAccessDesc access = {};
-      access.location = property.location;
-      access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      check_driver(f.set_access(address_, mapped_, &access, 1), "device memory access");
-      check(cudaMemset(data(), 0, bytes), "clearing device memory");
-      check(cudaDeviceSynchronize(), "clearing device memory");
-    } catch (...) {
-      release();
-      throw;
-    }
-  }
-  ~MappedMemory() override { release(); }
-  std::byte* data() const override { return reinterpret_cast<std::byte*>(address_); }
-  std::size_t size() const override { return size_; }
-
- private:
-  void release() noexcept {
-    const VirtualMemory& f = VirtualMemory::get();
-    if (is_mapped_) f.unmap(address_, mapped_);
-    if (has_pages_) f.release(pages_);
-    if (address_) f.free_address(address_, mapped_);
-    is_mapped_ = has_pages_ = false;
-    address_ = 0;
-  }
-
-  std::size_t size_;
-  std::size_t mapped_ = 0;
-  CUdeviceptr address_ = 0;
-  CUmemGenericAllocationHandle pages_ = 0;
-  bool has_pages_ = false;
-  bool is_mapped_ = false;
-};
 
 class PinnedMemory final : public DeviceMemory {
  public:
@@ -180,9 +80,14 @@ std::size_t Device::available_memory() const {
   return available > kReserve ? available - kReserve : 0;
 }
 
+std::size_t Device::page_bytes() const { return memory_granularity(index_); }
+
 std::unique_ptr<DeviceMemory> Device::allocate(std::size_t bytes, MemoryUse use) {
   if (use == MemoryUse::kShared) return std::make_unique<PinnedMemory>(bytes);
-  return std::make_unique<MappedMemory>(index_, bytes);
+  if (use == MemoryUse::kOnDemand && bytes > 0) {
+    return reserve_memory(index_, bytes, stream_);
+  }
+  return map_memory(index_, bytes);
 }
 
 void Device::write(void* device, const void* host, std::size_t bytes) {

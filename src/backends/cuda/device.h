@@ -27,6 +27,8 @@ class Device {
 
   // What this process may still allocate, less a reserve for captured graphs and for libraries.
   std::size_t available_memory() const;
+  // Of kOnDemand memory, whose pages come when they are required.
+  std::size_t page_bytes() const;
   // Zeroed. kShared is host memory that the device reaches at the same address; the rest is device
   // memory mapped behind a reserved range of addresses. Throws OutOfMemory; nothing is left behind.
   std::unique_ptr<DeviceMemory> allocate(std::size_t bytes, MemoryUse use);

@@ -44,6 +44,8 @@ std::string ReferenceBackend::description() const {
 
 std::size_t ReferenceBackend::available_memory() const { return available_host_memory(); }
 
+std::size_t ReferenceBackend::page_bytes() const { return host_page_bytes(); }
+
 std::unique_ptr<DeviceMemory> ReferenceBackend::allocate(std::size_t bytes, MemoryUse use) {
   return allocate_host_memory(bytes, use);
 }

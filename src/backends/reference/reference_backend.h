@@ -13,6 +13,7 @@ class ReferenceBackend final : public Backend {
   const char* name() const override { return "reference"; }
   std::string description() const override;
   std::size_t available_memory() const override;
+  std::size_t page_bytes() const override;
   std::unique_ptr<DeviceMemory> allocate(std::size_t bytes, MemoryUse use) override;
   WeightLayout weight_layout(const WeightDecl& decl) const override;
   void repack(const WeightDecl& decl, const WeightLayout& layout, const std::byte* source,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "host_pages.h"
 #include "models/golden.h"
 #include "pianola/generator.h"
 
@@ -174,6 +175,35 @@ TEST(Generate, ManyAreEachAlone) {
     EXPECT_TRUE(results[i].error.empty()) << results[i].error;
   }
   EXPECT_GT(pieces, 20U);
+}
+
+// The answers that came first are finished; the rest say why they are not.
+TEST(Generate, WhatCannotGrowGivesWay) {
+  const HostPages pages(4096);
+  const Model model = tiny_model();
+  EngineOptions options{
+      .backend = "cpu", .threads = 1, .max_seq_len = 512, .slots = 3, .chunk = 16};
+  const MemoryPlan plan = Engine::plan(*model.causal(), options);
+  options.memory_limit = plan.total - plan.cache + 4 * plan.cache_at_first;  // four blocks
+  Engine engine(model.causal(), options);
+  std::vector<GenerationRequest> requests;
+  std::vector<std::vector<TokenId>> expected;
+  for (int i = 0; i < 3; ++i) {
+    requests.push_back(request(i, 20, 80));
+    Generator alone(engine, model, requests.back());
+    expected.push_back(tokens_of(alone));
+  }
+  const auto results = generate(engine, model, requests, {});
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(results[i].tokens, expected[i]) << i;
+    EXPECT_EQ(results[i].finish_reason, FinishReason::kLength);
+    EXPECT_EQ(results[i].error, "");
+  }
+  EXPECT_EQ(results[2].finish_reason, FinishReason::kFailed);
+  EXPECT_NE(results[2].error.find("no memory for its caches"), std::string::npos);
+  ASSERT_LT(results[2].tokens.size(), expected[2].size());
+  EXPECT_TRUE(std::equal(results[2].tokens.begin(), results[2].tokens.end(), expected[2].begin()));
+  EXPECT_EQ(engine.open_row({}), 0);
 }
 
 }  // namespace
