@@ -125,7 +125,7 @@ CASES = {
          "moe_intermediate_size": 32, "shared_expert_intermediate_size": 56,
          "norm_topk_prob": False, "rope_parameters": rope(theta=1000000.0)},
         dict(dtype="float16"),
-        [],
+        ["F16"],
     ),
     "llama/untied": (
         LlamaConfig,
