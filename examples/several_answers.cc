@@ -37,7 +37,15 @@ int main(int argc, char** argv) {
       std::cout << "> " << argv[i + 2] << '\n'
                 << (result.error.empty() ? result.text : result.error) << "\n\n";
     }
-    std::cout << pieces << " pieces from " << engine.counters().steps << " steps\n";
+    // What prompts have in common, a system prompt above all, is computed once.
+    int prompts = 0;
+    int reused = 0;
+    for (const auto& result : results) {
+      prompts += result.stats.prompt_tokens;
+      reused += result.stats.reused_tokens;
+    }
+    std::cout << pieces << " pieces from " << engine.counters().steps << " steps; of " << prompts
+              << " prompt tokens " << reused << " were another's too\n";
     return 0;
   } catch (const pianola::Error& error) {
     std::cerr << error.what() << '\n';

@@ -51,7 +51,7 @@ struct Piece {
 
 struct GenerationStats {
   int prompt_tokens = 0;
-  int reused_tokens = 0;  // of the prompt, found in the row's cache
+  int reused_tokens = 0;  // of the prompt, found in the caches of this row or of another
   int generated_tokens = 0;
   double prompt_seconds = 0;    // to the first token
   double generate_seconds = 0;  // from the first token to the last
@@ -114,10 +114,20 @@ struct GenerationResult {
   std::string error;  // why the request was refused, or ended for want of memory; the others go on
 };
 
-// Answers all requests, as many at a time as the engine has free slots, all in the same steps. The
-// callback may be empty; false from it cancels that request.
+struct GenerateOptions {
+  // A prompt that shares at least so many first tokens with an earlier request of the call goes on
+  // from a copy of what that one computed, as far as windows and states keep it; 0: never.
+  int least_shared = 32;
+};
+
+// Answers all requests, as many at a time as the engine has free slots, all in the same steps, and
+// computes what prompts share once: put those with one system prompt together. The answers are
+// those of the requests alone, wherever the engine's bits do not depend on chunks (always but for
+// prompts on a GPU without EngineOptions::batch_invariant). The callback may be empty; false from
+// it cancels that request.
 std::vector<GenerationResult> generate(
     Engine& engine, const Model& model, std::span<const GenerationRequest> requests,
-    const std::function<bool(std::size_t, const Piece&)>& on_piece = {});
+    const std::function<bool(std::size_t, const Piece&)>& on_piece = {},
+    const GenerateOptions& options = {});
 
 }  // namespace pianola

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "base/check.h"
+#include "generate/prefix_pool.h"
 #include "generate/sequence.h"
 
 namespace pianola {
@@ -72,12 +73,14 @@ namespace {
 class Batch {
  public:
   Batch(Engine& engine, const Model& model, std::span<const GenerationRequest> requests,
-        const std::function<bool(std::size_t, const Piece&)>& on_piece)
+        const std::function<bool(std::size_t, const Piece&)>& on_piece,
+        const GenerateOptions& options)
       : engine_(engine),
         model_(model),
         requests_(requests),
         on_piece_(on_piece),
         results_(requests.size()),
+        pool_(engine, options.least_shared),
         at_row_(static_cast<std::size_t>(engine.slots())) {}
 
   std::vector<GenerationResult> run() {
@@ -94,7 +97,7 @@ class Batch {
         }
       } catch (const Error& error) {
         if (error.code() != ErrorCode::kOutOfMemory) throw;
-        fail_newest(error);
+        if (!pool_.close_kept()) fail_newest(error);
         continue;
       }
       for (const int row : rows_) deliver(at_row_[static_cast<std::size_t>(row)]);
@@ -107,24 +110,33 @@ class Batch {
     std::unique_ptr<Sequence> sequence;
   };
 
+  // In order: a request whose first tokens are just being computed waits for them, and so do those
+  // behind it, whose prompts would be computed after that one in any case.
   void admit() {
     while (next_ < requests_.size() && active_ < at_row_.size()) {
-      const std::size_t request = next_++;
-      try {
-        auto sequence = std::make_unique<Sequence>(engine_, model_, requests_[request], -1);
-        Active& active = at_row_[static_cast<std::size_t>(sequence->row())];
-        active = {request, std::move(sequence)};
-        ++active_;
-      } catch (const Error& error) {
-        // A free slot may be held by somebody else's row: then this one waits for ours.
-        if (error.code() == ErrorCode::kInvalidArgument && active_ > 0 && slots_taken()) {
-          --next_;
-          return;
-        }
-        if (error.code() == ErrorCode::kDevice) throw;
-        results_[request].finish_reason = FinishReason::kFailed;
-        results_[request].error = error.what();
+      const GenerationRequest& request = requests_[next_];
+      if (pool_.should_wait(request.prompt)) return;
+      const int row = pool_.take(request.prompt);
+      // A free slot may be held by somebody else's row: then this one waits for ours.
+      if (row < 0 && active_ > 0) return;
+      start(row, next_++);
+    }
+    if (next_ == requests_.size()) pool_.close_kept();
+  }
+
+  void start(int row, std::size_t request) {
+    try {
+      if (row < 0) {
+        fail(ErrorCode::kInvalidArgument, "engine: all {} slots are taken", engine_.slots());
       }
+      Active& active = at_row_[static_cast<std::size_t>(row)];
+      active = {request, std::make_unique<Sequence>(engine_, model_, requests_[request], row)};
+      ++active_;
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kDevice) throw;
+      if (row >= 0) pool_.give_back(row, true);
+      results_[request].finish_reason = FinishReason::kFailed;
+      results_[request].error = error.what();
     }
   }
 
@@ -138,14 +150,14 @@ class Batch {
     result.finish_reason = FinishReason::kFailed;
     result.stats = newest->sequence->stats();
     result.error = error.what();
-    newest->sequence.reset();
-    --active_;
+    end(*newest, false);
   }
 
-  bool slots_taken() {
-    const int row = engine_.open_row({});
-    if (row >= 0) engine_.close_row(row);
-    return row < 0;
+  void end(Active& active, bool keep) {
+    const int row = active.sequence->row();
+    active.sequence.reset();
+    --active_;
+    pool_.give_back(row, keep);
   }
 
   void deliver(Active& active) {
@@ -165,8 +177,9 @@ class Batch {
     if (!active.sequence->finished()) return;
     result.finish_reason = active.sequence->finish_reason();
     result.stats = active.sequence->stats();
-    active.sequence.reset();
-    --active_;
+    // Nobody is left to share what the last ones hold; and what failed is not to be gone on from.
+    const bool keep = next_ < requests_.size() && result.finish_reason != FinishReason::kFailed;
+    end(active, keep);
   }
 
   Engine& engine_;
@@ -174,6 +187,7 @@ class Batch {
   std::span<const GenerationRequest> requests_;
   const std::function<bool(std::size_t, const Piece&)>& on_piece_;
   std::vector<GenerationResult> results_;
+  PrefixPool pool_;  // owns the rows
   std::vector<Active> at_row_;
   std::vector<int> rows_;
   std::size_t next_ = 0;
@@ -184,8 +198,9 @@ class Batch {
 
 std::vector<GenerationResult> generate(
     Engine& engine, const Model& model, std::span<const GenerationRequest> requests,
-    const std::function<bool(std::size_t, const Piece&)>& on_piece) {
-  return Batch(engine, model, requests, on_piece).run();
+    const std::function<bool(std::size_t, const Piece&)>& on_piece,
+    const GenerateOptions& options) {
+  return Batch(engine, model, requests, on_piece, options).run();
 }
 
 }  // namespace pianola

@@ -63,7 +63,7 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
     w.experts_down_bias = bias(Part::kExpertsDownBias, width);
   }
   if (const std::int64_t shared = e.shared_expert_intermediate_size) {
-    w.shared_router = table.matrix(Part::kSharedRouter, 1, width, WeightRole::kRouter);
+    w.shared_router = table.row(Part::kSharedRouter, width, WeightRole::kRouter);
     w.shared_gate = table.matrix(Part::kSharedGate, shared, width);
     w.shared_up = table.matrix(Part::kSharedUp, shared, width);
     w.shared_down = table.matrix(Part::kSharedDown, width, shared);

@@ -30,6 +30,7 @@ constexpr std::array kFields = {
     GgufField{"num_experts", "expert_count"},
     GgufField{"num_experts_per_tok", "expert_used_count"},
     GgufField{"moe_intermediate_size", "expert_feed_forward_length"},
+    GgufField{"shared_expert_intermediate_size", "expert_shared_feed_forward_length"},
     GgufField{"rope_theta", "rope.freq_base"},
     GgufField{"rope_scaling.factor", "rope.scaling.factor"},
     GgufField{"rope_scaling.original_max_position_embeddings",
@@ -52,6 +53,9 @@ class ArchKeys {
   }
   std::optional<double> find_float(std::string_view suffix) const {
     return metadata_.find_float(key(suffix));
+  }
+  std::optional<bool> find_bool(std::string_view suffix) const {
+    return metadata_.find_bool(key(suffix));
   }
   std::int64_t get_int(std::string_view suffix) const { return metadata_.get_int(key(suffix)); }
 
@@ -154,8 +158,18 @@ RopeConfig read_rope(const Metadata& metadata, const ArchKeys& keys, const Model
   return rope;
 }
 
-ExpertsConfig read_experts(const ArchKeys& keys, bool mixture) {
-  if (!mixture) {
+// The widths of a family with a shared expert. Early files leave them out: it is as wide as a plain
+// MLP would be, and so are the chosen experts together.
+void read_shared_expert(const ArchKeys& keys, std::int64_t feed_forward, ExpertsConfig& experts) {
+  experts.shared_expert_intermediate_size =
+      keys.find_int("expert_shared_feed_forward_length").value_or(feed_forward);
+  experts.moe_intermediate_size =
+      keys.find_int("expert_feed_forward_length")
+          .value_or(feed_forward / std::max<std::int64_t>(experts.num_experts_per_tok, 1));
+}
+
+ExpertsConfig read_experts(const ArchKeys& keys, const Family& family, std::int64_t feed_forward) {
+  if (!family.gguf_experts) {
     for (const std::string_view key : {"expert_count", "expert_used_count"}) {
       if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "mixtures of experts");
     }
@@ -166,9 +180,19 @@ ExpertsConfig read_experts(const ArchKeys& keys, bool mixture) {
   }
   const double scale = keys.find_float("expert_weights_scale").value_or(1.0);
   if (scale != 0.0 && scale != 1.0) keys.refuse("expert_weights_scale", "only 1, found {}", scale);
-  return {.num_experts = keys.get_int("expert_count"),
-          .num_experts_per_tok = keys.get_int("expert_used_count"),
-          .moe_intermediate_size = keys.get_int("expert_feed_forward_length")};
+  ExpertsConfig experts{.num_experts = keys.get_int("expert_count"),
+                        .num_experts_per_tok = keys.get_int("expert_used_count"),
+                        .score = family.gguf_route_score};
+  const bool norm = experts.score == RouteScore::kSoftmaxOfChosen;
+  if (keys.find_bool("expert_weights_norm").value_or(norm) != norm) {
+    keys.refuse("expert_weights_norm", "only {} for this architecture", norm);
+  }
+  if (family.gguf_shared_expert) {
+    read_shared_expert(keys, feed_forward, experts);
+  } else {
+    experts.moe_intermediate_size = keys.get_int("expert_feed_forward_length");
+  }
+  return experts;
 }
 
 void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys,
@@ -283,7 +307,7 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
   config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
   read_special_tokens(metadata, config);
   refuse_unsupported_keys(metadata, keys, config);
-  config.experts = read_experts(keys, family.gguf_experts);
+  config.experts = read_experts(keys, family, config.intermediate_size);
   config.rope = read_rope(metadata, keys, config);
   if (family.finish_gguf) {
     family.finish_gguf(metadata, config);

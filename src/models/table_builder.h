@@ -24,6 +24,12 @@ class TableBuilder {
                   WeightRole role = WeightRole::kLinear) {
     return add(part, Shape{rows, cols}, role);
   }
+  // A matrix of one row, which GGUF keeps as a vector.
+  WeightId row(Part part, std::int64_t cols, WeightRole role) {
+    const TensorInfo* tensor = checkpoint_.find(name_of(part));
+    const bool flat = tensor && tensor->shape.rank() == 1;
+    return add(part, flat ? Shape{cols} : Shape{1, cols}, role);
+  }
   WeightId vector(Part part, std::int64_t size) {
     return add(part, Shape{size}, WeightRole::kVector);
   }

@@ -23,11 +23,20 @@ LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-ARCHITECTURES = {"mistral": "llama", "gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gpt_oss": "gpt-oss",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -116,13 +125,15 @@ def export(path, config, tensors, matrix_type):
     writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "llama":
         writer.add_rope_dimension_count(head_dim)
-    if arch in ("gpt-oss", "qwen3moe"):
-        writer.add_expert_count(config.num_local_experts)
+    if arch in ("gpt-oss", "qwen2moe", "qwen3moe"):
+        writer.add_expert_count(config.num_local_experts if arch != "qwen2moe" else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(
             getattr(config, "moe_intermediate_size", config.intermediate_size)
         )
         tensors = split_experts(tensors, arch)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if arch == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
     kind = rope["rope_type"]
@@ -143,6 +154,8 @@ def export(path, config, tensors, matrix_type):
             array = interleave_rows(array, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             array = interleave_rows(array, config.num_key_value_heads)
+        if name.endswith(".mlp.shared_expert_gate.weight"):
+            array = array[0]  # of one row: a vector
         array = np.ascontiguousarray(array, dtype=np.float32)
         if array.ndim == 1 or name.endswith((".bias", ".mlp.gate.weight", ".mlp.router.weight")):
             writer.add_tensor(gguf_name(name, arch), array)

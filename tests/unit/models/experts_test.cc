@@ -51,6 +51,8 @@ TEST_F(ExpertTensorsTest, AreFoundInEveryForm) {
   for (const auto& [file, first] :
        {std::pair("qwen3_moe/some/hf", "model.layers.1.mlp.experts.0.gate_proj.weight"),
         std::pair("qwen3_moe/all/f16.gguf", "blk.0.ffn_gate_exps.weight"),
+        std::pair("qwen2_moe/shared/f16.gguf", "blk.1.ffn_down_exps.weight"),
+        std::pair("qwen2_moe/q4/q4_0.gguf", "blk.0.ffn_up_exps.weight"),
         std::pair("gpt_oss/mixed/hf", "model.layers.0.mlp.experts.gate_up_proj"),
         std::pair("gpt_oss/mixed/f16.gguf", "blk.0.ffn_gate_exps.weight")}) {
     const auto model = CausalModel::open(golden_folder() / file);

@@ -230,6 +230,19 @@ TEST(GgufConfigTest, MixturesOfExperts) {
   EXPECT_THAT(gpt.layer_windows, ElementsAre(16, 0));
   EXPECT_FALSE(gpt.rope.truncate);
 
+  const ModelConfig shared = parse_gguf_config(
+      metadata("qwen2moe", experts({{"expert_shared_feed_forward_length", number(40)}})));
+  EXPECT_EQ(shared.experts.moe_intermediate_size, 32);
+  EXPECT_EQ(shared.experts.shared_expert_intermediate_size, 40);
+  EXPECT_EQ(shared.experts.score, RouteScore::kSoftmax);
+  EXPECT_TRUE(shared.qkv_bias);
+  EXPECT_FALSE(shared.qk_norm);
+  // Early files: both from the width of an MLP, as llama.cpp has it.
+  const ModelConfig early = parse_gguf_config(
+      metadata("qwen2moe", {{"expert_count", number(8)}, {"expert_used_count", number(2)}}));
+  EXPECT_EQ(early.experts.moe_intermediate_size, early.intermediate_size / 2);
+  EXPECT_EQ(early.experts.shared_expert_intermediate_size, early.intermediate_size);
+
   const auto refused = [](const std::string& arch, const std::vector<Entry>& changes,
                           ErrorCode code, const std::string& words) {
     SCOPED_TRACE(words);
@@ -252,6 +265,12 @@ TEST(GgufConfigTest, MixturesOfExperts) {
           "expert_weights_scale");
   refused("qwen3moe", experts({{"expert_shared_count", number(1)}}), ErrorCode::kUnsupported,
           "expert_shared_count");
+  refused("qwen3moe", experts({{"expert_weights_norm", false}}), ErrorCode::kUnsupported,
+          "qwen3moe.expert_weights_norm");
+  refused("qwen2moe", experts({{"expert_weights_norm", true}}), ErrorCode::kUnsupported,
+          "qwen2moe.expert_weights_norm");
+  refused("qwen2moe", experts({{"expert_shared_feed_forward_length", number(-1)}}), kInvalid,
+          "qwen2moe.expert_shared_feed_forward_length");
   refused("gpt-oss", experts(), kInvalid, "gpt-oss.attention.sliding_window");
   refused("gpt-oss", experts({{"attention.sliding_window", number(0)}}), kInvalid,
           "gpt-oss.attention.sliding_window");
