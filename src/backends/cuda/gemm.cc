@@ -82,6 +82,9 @@ struct Gemm::Impl {
   cublasLtMatrixLayout_t x = nullptr;
   cublasLtMatrixLayout_t y = nullptr;
   cublasLtMatmulAlgo_t algorithm = {};
+  int tokens = 0;
+  int rows = 0;
+  int cols = 0;
   bool residual = false;
   bool bias = false;
 
@@ -98,6 +101,9 @@ Gemm::Gemm(const GemmLibrary& library, int tokens, int rows, int cols, GemmOut o
     : impl_(std::make_unique<Impl>()) {
   Impl& g = *impl_;
   g.handle = static_cast<cublasLtHandle_t>(library.handle_);
+  g.tokens = tokens;
+  g.rows = rows;
+  g.cols = cols;
   g.bias = bias;
   g.residual = residual;
   check_blas(functions.desc_create(&g.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "descriptor");
@@ -158,10 +164,14 @@ void Gemm::run(const void* weight, const void* x, const float* bias, const float
     check_blas(functions.desc_set(g.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias)),
                "bias");
   }
-  check_blas(functions.matmul(g.handle, g.desc, &one, weight, g.w, x, g.x, &beta,
-                              g.residual ? residual : y, g.y, y, g.y, &g.algorithm, workspace,
-                              kGemmWorkspaceBytes, stream),
-             "matmul");
+  const cublasStatus_t status = functions.matmul(
+      g.handle, g.desc, &one, weight, g.w, x, g.x, &beta, g.residual ? residual : y, g.y, y, g.y,
+      &g.algorithm, workspace, kGemmWorkspaceBytes, stream);
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    fail(ErrorCode::kDevice, "cuda: cuBLASLt: {} tokens by [{}, {}]{}{}: status {}", g.tokens,
+         g.rows, g.cols, g.bias ? ", bias" : "", g.residual ? ", residual" : "",
+         static_cast<int>(status));
+  }
 }
 
 }  // namespace pianola::cuda

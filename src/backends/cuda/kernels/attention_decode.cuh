@@ -27,6 +27,8 @@ __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemo
     if (item.position == -1) clear_item(p, item);
     return false;
   }
+  // Of these kernels racecheck takes the one lane's arrival for one of every warp.
+  if constexpr (!kFuses<T>) team_sync();
   expect_parts(p, item, memory);
   if (threadIdx.x == 0) *memory.item = item;
   return true;
