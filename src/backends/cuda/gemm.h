@@ -11,6 +11,7 @@
 namespace pianola::cuda {
 
 inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
+inline constexpr std::size_t kGemmWorkspaceAlignment = 256;
 
 enum class GemmOut { kF32, kBF16 };
 

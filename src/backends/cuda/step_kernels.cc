@@ -116,7 +116,7 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
     c.up = pieces.take(tokens * size_of(s.ff) * 2);
     c.normed = pieces.take(tokens * size_of(s.widest) * 2);
     c.unpacked = pieces.take(size_of(s.unpacked) * 2);
-    c.gemm = pieces.take(kGemmWorkspaceBytes);
+    c.gemm = pieces.take(kGemmWorkspaceBytes + kGemmWorkspaceAlignment);
   } else {
     c.up = pieces.take(tokens * size_of(s.ff) * sizeof(float));
   }
@@ -350,6 +350,12 @@ int StepKernels::multiply_tile(LinearArgs args, int first, int count, const Laun
   return args.tokens;
 }
 
+std::byte* StepKernels::gemm_workspace() const {
+  const auto address = reinterpret_cast<std::uintptr_t>(scratch<std::byte>(layout_.gemm));
+  return reinterpret_cast<std::byte*>((address + kGemmWorkspaceAlignment - 1) /
+                                      kGemmWorkspaceAlignment * kGemmWorkspaceAlignment);
+}
+
 void* StepKernels::bf16_input(BufferId in, const RmsNorm& norm, const Launch& l) const {
   auto* x = scratch<void>(layout_.normed);
   rms_norm_bf16(norm_args(in, norm), x, l);
@@ -372,7 +378,7 @@ void StepKernels::run(const LinearOp& op, std::size_t index, const Launch& l) co
   const void* x = bf16_input(op.in, op.norm.value_or(RmsNorm{}), l);
   const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
   products_[index].gemm[0].run(bf16_weight(op.weight, l), x, bound_.vector(op.bias), residual,
-                               bound_.buffer(op.out), scratch<std::byte>(layout_.gemm), l.stream);
+                               bound_.buffer(op.out), gemm_workspace(), l.stream);
 }
 
 LinearArgs StepKernels::product(const LinearOp& op) const {
@@ -407,7 +413,7 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
     const void* x = bf16_input(op.in, op.norm, l);
     for (std::size_t i = 0; i < 3; ++i) {
       gemm[i].run(bf16_weight(targets[i].weight, l), x, bound_.vector(targets[i].bias), nullptr,
-                  targets[i].out, scratch<std::byte>(layout_.gemm), l.stream);
+                  targets[i].out, gemm_workspace(), l.stream);
     }
     return;
   }
@@ -497,7 +503,7 @@ void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) 
   const std::vector<Gemm>& gemm = products_[index].gemm;
   if (gemm.size() == 3) {
     void* x = bf16_input(op.in, op.norm, l);
-    auto* workspace = scratch<std::byte>(layout_.gemm);
+    auto* workspace = gemm_workspace();
     auto* g = scratch<void>(layout_.gate);
     auto* u = scratch<void>(layout_.up);
     gemm[0].run(bf16_weight(op.gate, l), x, nullptr, nullptr, g, workspace, l.stream);

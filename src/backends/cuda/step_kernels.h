@@ -138,6 +138,8 @@ class StepKernels {
   void multiply(LinearArgs args, int count, const Launch& l) const;
   // The launch for tokens from `first` on; returns how many they may be.
   int multiply_tile(LinearArgs args, int first, int count, const Launch& l) const;
+  // Aligned as cuBLASLt asks, which is more than a scratch is.
+  std::byte* gemm_workspace() const;
   // The normed input of a product by cuBLASLt; valid until the next op.
   void* bf16_input(BufferId in, const RmsNorm& norm, const Launch& l) const;
   const void* bf16_weight(WeightId id, const Launch& l) const;
