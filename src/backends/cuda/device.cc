@@ -11,7 +11,7 @@ namespace {
 
 // Left free beside what is planned: captured graphs, modules, libraries.
 constexpr std::size_t kReserve = std::size_t{512} << 20;
-constexpr int kLeastCapability = 80;
+constexpr int kLeastCapability = 90;  // clusters of thread blocks, dependent launches
 
 class PinnedMemory final : public DeviceMemory {
  public:
@@ -51,7 +51,7 @@ Device::Device(int index) : index_(index) {
   check(cudaGetDeviceProperties(&property, index), "device properties");
   if (property.major * 10 + property.minor < kLeastCapability) {
     fail(ErrorCode::kUnsupported,
-         "cuda: {} has compute capability {}.{}; the kernels need 8.0 or newer", property.name,
+         "cuda: {} has compute capability {}.{}; the kernels need 9.0 or newer", property.name,
          property.major, property.minor);
   }
   name_ = fmt::format("{} (compute capability {}.{}, {} multiprocessors, {:.0f} GiB)",
