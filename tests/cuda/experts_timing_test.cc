@@ -7,6 +7,7 @@
 
 #include "backends/cuda/kernels/experts.h"
 #include "backends/cuda/kernels/route.h"
+#include "cuda/graph_timing.h"
 #include "cuda/state_fixture.h"
 
 namespace pianola::cuda {
@@ -60,9 +61,7 @@ class Mixture {
             "weights");
       at += n;
     }
-    check(cudaStreamCreate(&stream_), "stream");
   }
-  ~Mixture() { cudaStreamDestroy(stream_); }
 
   // Experts of `tokens` tokens in each layer: another share of all of them for a single token.
   std::vector<float> choices(int tokens, int layer) const {
@@ -120,38 +119,6 @@ class Mixture {
     return a;
   }
 
-  // Microseconds of one of kLayers equal parts of a graph.
-  double time(const std::function<void(int layer, const Launch&)>& issue) const {
-    const Launch launch{
-        .stream = stream_, .sms = multiprocessors(), .dependent = true, .dependent_inside = true};
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
-    for (int i = 0; i < kLayers; ++i) issue(i, launch);
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(stream_, &graph), "capture");
-    cudaGraphExec_t executable = nullptr;
-    check(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
-    cudaEvent_t begin = nullptr;
-    cudaEvent_t end = nullptr;
-    check(cudaEventCreate(&begin), "event");
-    check(cudaEventCreate(&end), "event");
-    std::vector<float> times;
-    for (int i = 0; i < 30; ++i) {
-      check(cudaEventRecord(begin, stream_), "event");
-      check(cudaGraphLaunch(executable, stream_), "launch");
-      check(cudaEventRecord(end, stream_), "event");
-      check(cudaEventSynchronize(end), "kernels");
-      float ms = 0;
-      check(cudaEventElapsedTime(&ms, begin, end), "event");
-      times.push_back(ms * 1e3F / kLayers);
-    }
-    std::sort(times.begin(), times.end());
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-    return times[times.size() / 2];
-  }
-
   void time_experts(int tokens) const {
     const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
     std::vector<DeviceArray<float>> routing;
@@ -161,7 +128,7 @@ class Mixture {
       read += bytes(chosen, tokens) / kLayers;
       routing.emplace_back(chosen);
     }
-    const double us = time([&](int layer, const Launch& launch) {
+    const double us = microseconds(kLayers, [&](const Launch& launch, int layer) {
       run_experts(args(routing[static_cast<std::size_t>(layer)], count, tokens, 0), launch);
     });
     std::printf("%s, %2d tokens: %7.2f us, %6.0f MB of weights, %5.0f GB/s\n", shape_.name, tokens,
@@ -190,7 +157,7 @@ class Mixture {
     a.state = state.device;
     a.tokens = tokens;
     std::printf("%s, %2d tokens: route %5.2f us\n", shape_.name, tokens,
-                time([&](int, const Launch& launch) { route(a, launch); }));
+                microseconds(kLayers, [&](const Launch& launch, int) { route(a, launch); }));
   }
 
   std::vector<float> run(const DeviceArray<float>& routing, int first, int live, int bucket) {
@@ -227,7 +194,6 @@ class Mixture {
   DeviceArray<std::uint16_t> weights_;
   DeviceArray<float> x_, norm_, out_;
   DeviceArray<std::byte> scratch_;
-  cudaStream_t stream_ = nullptr;
 };
 
 void time_and_compare(const Shape& shape) {

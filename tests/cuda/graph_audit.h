@@ -47,7 +47,7 @@ struct GraphImage {
   std::vector<GraphEdge> edges;  // sorted
 };
 
-// The driver's functions for graphs, found at run time as the backend does it.
+// The driver's functions for graphs.
 class GraphDriver {
  public:
   static const GraphDriver& get() {
@@ -75,12 +75,7 @@ class GraphDriver {
   }
   template <typename F>
   static void find(const char* name, F& function) {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result = {};
-    check(cudaGetDriverEntryPointByVersion(name, &address, 12040, cudaEnableDefault, &result),
-          name);
-    if (!address) fail(ErrorCode::kDevice, "the driver has no {}", name);
-    function = reinterpret_cast<F>(address);
+    function = reinterpret_cast<F>(driver_function(name, 12040));
   }
 };
 

@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "backends/cuda/kernels/linear.h"
-#include "cuda/cuda_fixture.h"
+#include "cuda/graph_timing.h"
 
 namespace pianola::cuda {
 namespace {
@@ -40,9 +40,7 @@ class Chain : public ::testing::Test {
     h_ = DeviceArray<float>(ones);
     norm_ = DeviceArray<float>(ones);
     scratch_ = DeviceArray<std::byte>(linear_scratch_bytes(64, kFf));
-    check(cudaStreamCreate(&stream_), "stream");
   }
-  void TearDown() override { cudaStreamDestroy(stream_); }
 
   LinearArgs args(int tokens, const DeviceArray<std::int32_t>& count, const float* in, int cols,
                   bool norm) const {
@@ -90,39 +88,13 @@ class Chain : public ::testing::Test {
   double time(int tokens, const std::function<void(const Layer&, const DeviceArray<std::int32_t>&,
                                                    const Launch&)>& layer) {
     const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
-    Launch to{
-        .stream = stream_, .sms = multiprocessors(), .dependent = true, .dependent_inside = true};
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
-    for (const Layer& l : layers_) layer(l, count, to);
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(stream_, &graph), "capture");
-    cudaGraphExec_t executable = nullptr;
-    check(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
-    cudaEvent_t begin = nullptr;
-    cudaEvent_t end = nullptr;
-    check(cudaEventCreate(&begin), "event");
-    check(cudaEventCreate(&end), "event");
-    std::vector<float> times;
-    for (int i = 0; i < 30; ++i) {
-      check(cudaEventRecord(begin, stream_), "event");
-      check(cudaGraphLaunch(executable, stream_), "launch");
-      check(cudaEventRecord(end, stream_), "event");
-      check(cudaEventSynchronize(end), "kernels");
-      float ms = 0;
-      check(cudaEventElapsedTime(&ms, begin, end), "event");
-      times.push_back(ms * 1e3F / kLayers);
-    }
-    std::sort(times.begin(), times.end());
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-    return times[times.size() / 2];
+    return microseconds(kLayers, [&](const Launch& to, int i) { layer(layers_[i], count, to); });
   }
 
   DeviceArray<std::uint16_t> weights_;
   Layer layers_[kLayers];
   DeviceArray<float> x_, y_, h_, norm_;
   DeviceArray<std::byte> scratch_;
-  cudaStream_t stream_ = nullptr;
 };
 
 TEST_F(Chain, Timing) {

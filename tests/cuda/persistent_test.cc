@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/graph_timing.h"
 #include "cuda/matrix_fixture.h"
 #include "cuda/state_fixture.h"
 #include "expect_error.h"
@@ -534,27 +535,10 @@ TEST(PersistentTiming, TwoLayers) {
       const std::vector<PersistentOp> ops = layers.ops();
       layers.reset();
       const PersistentStep persistent(ops, bucket);
-      Launch launch = test_launch();
-      launch.dependent = true;
-      const auto time = [&](const auto& run) {
-        constexpr int kRounds = 50;
-        cudaEvent_t begin = nullptr;
-        cudaEvent_t end = nullptr;
-        cudaEventCreate(&begin);
-        cudaEventCreate(&end);
-        for (int i = 0; i < 10; ++i) run();
-        cudaEventRecord(begin, launch.stream);
-        for (int i = 0; i < kRounds; ++i) run();
-        cudaEventRecord(end, launch.stream);
-        cudaEventSynchronize(end);
-        float ms = 0;
-        cudaEventElapsedTime(&ms, begin, end);
-        cudaEventDestroy(begin);
-        cudaEventDestroy(end);
-        return 1000 * ms / kRounds;
-      };
-      const float one = time([&] { persistent.launch(launch); });
-      const float many = time([&] {
+      constexpr int kRounds = 50;
+      const double one =
+          microseconds(kRounds, [&](const Launch& launch, int) { persistent.launch(launch); });
+      const double many = microseconds(kRounds, [&](const Launch& launch, int) {
         for (const PersistentOp& op : ops) {
           if (op.attends) {
             attend(op.attention, &op.heads, launch);

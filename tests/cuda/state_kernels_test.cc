@@ -11,7 +11,7 @@
 #include <functional>
 #include <random>
 
-#include "cuda/cuda_fixture.h"
+#include "cuda/graph_timing.h"
 #include "cuda/state_fixture.h"
 #include "expect_error.h"
 #include "ops/state_machine.h"
@@ -169,40 +169,6 @@ namespace cuda {
 namespace {
 
 // --- Times, printed. ----------------------------------------------------------------------------
-
-// Microseconds of each of `count` calls, replayed as one graph.
-double microseconds(int count, const std::function<void(const Launch&, int)>& each) {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreate(&stream), "stream");
-  Launch on{
-      .stream = stream, .sms = multiprocessors(), .dependent = true, .dependent_inside = true};
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < count; ++i) each(on, i);
-  check(cudaStreamEndCapture(stream, &graph), "capture");
-  check(cudaGraphInstantiate(&executable, graph, 0), "graph");
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  check(cudaEventCreate(&begin), "event");
-  check(cudaEventCreate(&end), "event");
-  double best = 1e30;
-  for (int i = 0; i < 6; ++i) {
-    check(cudaEventRecord(begin, stream), "event");
-    check(cudaGraphLaunch(executable, stream), "launch");
-    check(cudaEventRecord(end, stream), "event");
-    check(cudaStreamSynchronize(stream), "kernels");
-    float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, begin, end), "time");
-    best = std::min(best, milliseconds * 1000.0 / count);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return best;
-}
 
 // The state layers of Qwen3-Next-80B-A3B, each with caches of its own so that the second-level
 // cache does not hold all.

@@ -83,19 +83,16 @@ void CudaBackend::free_staging() {
   staging_bytes_ = 0;
 }
 
-void CudaBackend::repack(const WeightDecl& decl, const WeightLayout&, const std::byte* source,
-                         std::byte* destination) {
-  if (decl.role == WeightRole::kVector) {
-    std::vector<float> values(static_cast<std::size_t>(decl.cols));
-    read_vector(decl, source, values.data());
-    device_.write(destination, values.data(), values.size() * sizeof(float));
-    device_.synchronize();
-    return;
-  }
-  if (decl.role == WeightRole::kRouter) {
-    std::vector<float> values(static_cast<std::size_t>(decl.rows * decl.cols));
-    dequantize_row(decl.dtype, source, values.data(), values.size());
-    device_.write(destination, values.data(), values.size() * sizeof(float));
+void CudaBackend::repack(const WeightDecl& decl, const WeightLayout& layout,
+                         const std::byte* source, std::byte* destination) {
+  if (decl.role == WeightRole::kVector || decl.role == WeightRole::kRouter) {
+    std::vector<float> values(layout.bytes / sizeof(float));
+    if (decl.role == WeightRole::kVector) {
+      read_vector(decl, source, values.data());
+    } else {
+      dequantize_row(decl.dtype, source, values.data(), values.size());
+    }
+    device_.write(destination, values.data(), layout.bytes);
     device_.synchronize();
     return;
   }

@@ -15,4 +15,16 @@ void require(bool ok, const char* rule) {
   if (!ok) fail(ErrorCode::kInternal, "cuda: {}", rule);
 }
 
+void* driver_function(const char* name, int version) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult result = {};
+  check(cudaGetDriverEntryPointByVersion(name, &address, static_cast<unsigned>(version),
+                                         cudaEnableDefault, &result),
+        name);
+  if (result != cudaDriverEntryPointSuccess || !address) {
+    fail(ErrorCode::kDevice, "cuda: the driver has no {}; it is too old", name);
+  }
+  return address;
+}
+
 }  // namespace pianola::cuda

@@ -13,4 +13,8 @@ void check(cudaError_t status, const char* what);
 // strings.
 void require(bool ok, const char* rule);
 
+// A function of the driver, found at run time so that nothing links to it; as of this version of
+// CUDA, 12040 for 12.4. Throws Error (Device) when the driver has none.
+void* driver_function(const char* name, int version);
+
 }  // namespace pianola::cuda

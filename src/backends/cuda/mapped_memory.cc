@@ -11,7 +11,7 @@
 namespace pianola::cuda {
 namespace {
 
-// The driver's functions for reserved addresses, found at run time so that nothing links to it.
+// The driver's functions for reserved addresses.
 class VirtualMemory {
  public:
   static const VirtualMemory& get() {
@@ -41,14 +41,7 @@ class VirtualMemory {
   }
   template <typename F>
   static void find(const char* name, F& function) {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result = {};
-    check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &result),
-          name);
-    if (result != cudaDriverEntryPointSuccess || !address) {
-      fail(ErrorCode::kDevice, "cuda: the driver has no {}; it is too old", name);
-    }
-    function = reinterpret_cast<F>(address);
+    function = reinterpret_cast<F>(driver_function(name, 12000));
   }
 };
 

@@ -90,10 +90,7 @@ void StepKernels::run(const ExpertsOp& op, std::size_t, const Launch& l) const {
 }
 
 void StepKernels::run_shared(const ExpertsOp& op, const Launch& l) const {
-  const PackedWeight down = packed(op.down);
-  auto* parts = scratch<float>(layout_.experts);
-  Launch next = l;
-  multiply(gated_product({.in = op.in,
+  const GatedMlpOp mlp = {.in = op.in,
                           .norm = op.norm,
                           .gate = op.gate,
                           .up = op.up,
@@ -103,18 +100,20 @@ void StepKernels::run_shared(const ExpertsOp& op, const Launch& l) const {
                           .down_bias = op.down_bias,
                           .activation = op.activation,
                           .residual = {},
-                          .out = op.out}),
-           tokens(), next);
+                          .out = op.out};
+  auto* parts = scratch<float>(layout_.experts);
+  Launch next = l;
+  multiply(gated_product(mlp), tokens(), next);
   next.dependent = l.dependent_inside;
-  LinearArgs args = product_args(scratch<float>(layout_.gate), down.cols, {});
-  args.part[0] = {down, bound_.vector(op.down_bias), parts, down.rows};
-  multiply(args, tokens(), next);
+  LinearArgs down = down_product(mlp);
+  down.part[0].out = parts;
+  multiply(down, tokens(), next);
   sum_experts({.parts = parts,
                .routing = bound_.buffer(op.routing),
                .residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr,
                .out = bound_.buffer(op.out),
                .count = token_count(),
-               .width = down.rows,
+               .width = down.part[0].ld,
                .top_k = 1,
                .tokens = tokens()},
               next);

@@ -13,6 +13,7 @@
 #include "backends/cuda/kernels/launch.h"
 #include "backends/cuda/kernels/linear.h"
 #include "backends/cuda/kernels/persistent.h"
+#include "backends/cuda/kernels/state.h"
 #include "backends/cuda/kernels/token.h"
 
 namespace pianola::cuda {
@@ -114,7 +115,9 @@ class StepKernels {
   AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
-  // Of state layers: step_state.cc.
+  // Of state layers: step_state.cc. fold_args() is what both rules of folding share.
+  template <typename Op>
+  FoldArgs fold_args(const Op& op, BufferId in, BufferId rate) const;
   void run(const ShortConvOp& op, std::size_t index, const Launch& l) const;
   void run(const DeltaRuleOp& op, std::size_t index, const Launch& l) const;
   void run(const SsmOp& op, std::size_t index, const Launch& l) const;

@@ -17,51 +17,48 @@ void StepKernels::run(const ShortConvOp& op, std::size_t, const Launch& l) const
              l);
 }
 
+template <typename Op>
+FoldArgs StepKernels::fold_args(const Op& op, BufferId in, BufferId rate) const {
+  FoldArgs args;
+  args.in = bound_.buffer(in);
+  args.in_width = static_cast<int>(bound_.width(in));
+  args.rate = bound_.buffer(rate);
+  args.a_log = bound_.vector(op.a_log);
+  args.dt_bias = bound_.vector(op.dt_bias);
+  args.out = bound_.buffer(op.out);
+  args.rates = scratch<StepRates>(layout_.rates);
+  args.view = bound_.state_cache(op.state);
+  args.state = bound_.state();
+  args.lanes = bound_.plan().shape.lanes;
+  return args;
+}
+
 void StepKernels::run(const DeltaRuleOp& op, std::size_t, const Launch& l) const {
-  const StateView& view = bound_.state_cache(op.state);
-  const int keys = op.key_heads * view.spec.key_dim;
-  fold_states({.rule = StateRule::kDelta,
-               .in = bound_.buffer(op.qkv),
-               .in_width = static_cast<int>(bound_.width(op.qkv)),
-               .key_at = keys,
-               .query_at = 0,
-               .value_at = 2 * keys,
-               .key_heads = op.key_heads,
-               .rate = bound_.buffer(op.decay),
-               .beta = bound_.buffer(op.beta),
-               .a_log = bound_.vector(op.a_log),
-               .dt_bias = bound_.vector(op.dt_bias),
-               .eps = op.eps,
-               .out = bound_.buffer(op.out),
-               .rates = scratch<StepRates>(layout_.rates),
-               .view = view,
-               .state = bound_.state(),
-               .lanes = bound_.plan().shape.lanes},
-              l);
+  FoldArgs args = fold_args(op, op.qkv, op.decay);
+  const int keys = op.key_heads * args.view.spec.key_dim;
+  args.rule = StateRule::kDelta;
+  args.key_at = keys;
+  args.query_at = 0;
+  args.value_at = 2 * keys;
+  args.key_heads = op.key_heads;
+  args.beta = bound_.buffer(op.beta);
+  args.eps = op.eps;
+  fold_states(args, l);
 }
 
 void StepKernels::run(const SsmOp& op, std::size_t, const Launch& l) const {
-  const StateView& view = bound_.state_cache(op.state);
-  const int values = view.spec.heads * view.spec.value_dim;
-  fold_states({.rule = StateRule::kSsm,
-               .in = bound_.buffer(op.xbc),
-               .in_width = static_cast<int>(bound_.width(op.xbc)),
-               .key_at = values,
-               .query_at = values + op.groups * view.spec.key_dim,
-               .value_at = 0,
-               .key_heads = op.groups,
-               .rate = bound_.buffer(op.dt),
-               .a_log = bound_.vector(op.a_log),
-               .dt_bias = bound_.vector(op.dt_bias),
-               .skip = bound_.vector(op.skip),
-               .dt_min = op.dt_min,
-               .dt_max = op.dt_max,
-               .out = bound_.buffer(op.out),
-               .rates = scratch<StepRates>(layout_.rates),
-               .view = view,
-               .state = bound_.state(),
-               .lanes = bound_.plan().shape.lanes},
-              l);
+  FoldArgs args = fold_args(op, op.xbc, op.dt);
+  const StateSpec& spec = args.view.spec;
+  const int values = spec.heads * spec.value_dim;
+  args.rule = StateRule::kSsm;
+  args.key_at = values;
+  args.query_at = values + op.groups * spec.key_dim;
+  args.value_at = 0;
+  args.key_heads = op.groups;
+  args.skip = bound_.vector(op.skip);
+  args.dt_min = op.dt_min;
+  args.dt_max = op.dt_max;
+  fold_states(args, l);
 }
 
 void StepKernels::run(const GateOp& op, std::size_t, const Launch& l) const {

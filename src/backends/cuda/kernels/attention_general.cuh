@@ -1,7 +1,7 @@
 // An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128.
 #pragma once
 
-#include "backends/cuda/kernels/attention_items.cuh"
+#include "backends/cuda/kernels/attention_merge.cuh"
 
 namespace pianola::cuda {
 

@@ -5,7 +5,7 @@
 // and q and the weights are split into two 16-bit parts.
 #pragma once
 
-#include "backends/cuda/kernels/attention_items.cuh"
+#include "backends/cuda/kernels/attention_merge.cuh"
 
 namespace pianola::cuda {
 
