@@ -202,11 +202,11 @@ __global__ void __launch_bounds__(kThreads, !kDirect && kGroups == 1 ? 2 : 1)
   float token_scale = 1;  // of a direct launch
   if constexpr (kDirect && kGated) {
     if (team == 0) {
-      const float square =
+      const float square = warp_sum(
           convert_slice<codes>(p.norm, p.cols, p.in, step_begin * S::kCols, step_end * S::kCols,
                                norm, lane, [&](int c, const uint4& words) {
                                  if (c < p.cols) staged[c / 4] = words;
-                               });
+                               }));
       if (lane == 0) squares[warp] = square;
     }
     __syncthreads();

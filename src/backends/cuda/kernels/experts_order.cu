@@ -38,11 +38,11 @@ __device__ __forceinline__ void prepare_token(const OrderParams& p, int token, f
   if (token >= live_of(o.count, o.first, o.tokens)) return;
   if (warp < p.slices) {
     // The form of the weights does not change how a slice is converted.
-    const float square = convert_slice<Codes::kBF16>(
+    const float square = warp_sum(convert_slice<Codes::kBF16>(
         o.norm, o.cols, o.in + static_cast<std::int64_t>(token) * o.cols, begin, end, norm, lane,
         [&](int c, const uint4& words) {
           if (c < o.cols) o.words[static_cast<std::int64_t>(token) * (o.cols / 4) + c / 4] = words;
-        });
+        }));
     if (lane == 0) squares[warp] = square;
   }
   __syncthreads();
@@ -198,9 +198,6 @@ void order_experts(const ExpertOrder& order, Codes codes, const Launch& launch) 
   const std::size_t bytes =
       static_cast<std::size_t>(order.experts) * sizeof(int) +
       static_cast<std::size_t>(order.tokens) * static_cast<std::size_t>(order.top_k) * 2;
-  check(cudaFuncSetAttribute(order_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "experts: shared memory");
   launch_kernel(launch, "order of experts", order_kernel,
                 dim3(static_cast<unsigned>(order.tokens) + 1), dim3(kOrderThreads), bytes, p);
 }

@@ -6,8 +6,11 @@
 // and every kernel calls it, so that none can overtake the one before the last.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <cstddef>
+#include <tuple>
 #include <utility>
 
 #include "backends/cuda/cuda_error.h"
@@ -21,22 +24,40 @@ struct Launch {
   bool dependent_inside = false;  // the same between the kernels of one op
 };
 
-// Throws Device naming the kernel when the launch is refused.
+struct Grid {
+  dim3 blocks;
+  dim3 threads;
+  std::size_t shared_bytes = 0;
+  unsigned cluster = 1;      // thread blocks of a cluster, up to 16
+  bool cooperative = false;  // all thread blocks on the device at once, or an error
+};
+
+// Parameters are copied. Throws Device naming the kernel when the launch is refused.
+void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
+                     void** parameters);
+
+// How the copy engine cuts boxes of box_rows x box_bytes out of a matrix of rows of bytes, and lays
+// them out in its pattern of 128 bytes. What lies beyond the matrix reads as 0.
+CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes);
+
 template <typename... Params, typename... Args>
-void launch_kernel(const Launch& launch, const char* name, void (*kernel)(Params...), dim3 grid,
-                   dim3 block, std::size_t shared_bytes, Args&&... args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = launch.stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = launch.dependent ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...),
-        name);
+void launch_grid(const Launch& launch, const char* name, void (*kernel)(Params...),
+                 const Grid& grid, Args&&... args) {
+  std::tuple<Params...> values(static_cast<Params>(std::forward<Args>(args))...);
+  std::apply(
+      [&](Params&... value) {
+        void* parameters[] = {&value...};
+        launch_function(launch, name, reinterpret_cast<const void*>(kernel), grid, parameters);
+      },
+      values);
+}
+
+template <typename... Params, typename... Args>
+void launch_kernel(const Launch& launch, const char* name, void (*kernel)(Params...), dim3 blocks,
+                   dim3 threads, std::size_t shared_bytes, Args&&... args) {
+  launch_grid(launch, name, kernel,
+              Grid{.blocks = blocks, .threads = threads, .shared_bytes = shared_bytes},
+              std::forward<Args>(args)...);
 }
 
 }  // namespace pianola::cuda

@@ -23,13 +23,13 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
   const int row = p.gather ? __ldcg(p.gather + token) : token;
   const int groups = (p.tokens + 7) / 8;
   if (warp < p.slices) {
-    const float square = convert_slice<codes>(
+    const float square = warp_sum(convert_slice<codes>(
         p.norm, p.cols, p.in + static_cast<std::int64_t>(row) * p.in_ld, first, end, norm, lane,
         [&](int c, const uint4& words) {
           const Place place = place_of<codes>(c % S::kCols);
           const int product = c / S::kCols * S::kProducts + place.product;
           p.words[(product * groups + token / 8) * 32 + token % 8 * 4 + place.t] = words;
-        });
+        }));
     if (lane == 0) squares[warp] = square;
   }
   __syncthreads();
@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   const unsigned worker = blockIdx.x * teams + team;
   const int unit_begin = static_cast<int>(static_cast<unsigned>(p.units) * worker / workers);
   const int unit_end = static_cast<int>(static_cast<unsigned>(p.units) * (worker + 1) / workers);
-  const int units_at_once = p.gated ? kTiles / 2 : kTiles;  // a power of two
-  const int unit_shift = __ffs(units_at_once) - 1;
+  const int units_at_once = p.gated ? kTiles / 2 : kTiles;
   // Every team of a block makes the same number of turns: they meet at barriers.
   const int most = static_cast<int>((p.units + workers - 1) / workers);
   const int turns = (most + units_at_once - 1) / units_at_once;
@@ -113,27 +112,38 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
 #pragma unroll
   for (int i = 0; i < kDepth; ++i) load_step(i, step_begin + i);
 
+  const int per_team = kThreads / teams;
+  const int rank = static_cast<int>(threadIdx.x) - team * per_team;
+  Output mine = find_output<kTiles>(p, unit_begin, unit_end, rank);
   int live = 0;
+  float held_residual = 0;
   bool staged_here = false;  // whether this lane's token has staged words
+  // The last token's sum of squares is added up when the products are on their way.
+  float square = 0;
+  const auto keep_square = [&](int token) {
+    const float sum = warp_sum(square);
+    if (lane == 0) squares[warp * kTokens + token] = sum;
+  };
   if constexpr (kStaged) {
     const int first = step_begin * S::kCols;
     const int end = step_end * S::kCols;
     float4 norm[kHeld];
     load_norm(p.norm, p.cols, first, end, lane, norm);
     wait_for_previous();
-    live = live_tokens(p);  // on its way beside the activations: all of the bucket are converted
+    live = live_tokens(p);
+    held_residual = load_residual(mine);
     staged_here = g < p.tokens;
     if (team == 0) {
       for (int token = 0; token < p.tokens; ++token) {
+        if (token > 0) keep_square(token - 1);
         const int row = p.gather ? min(max(__ldcg(p.gather + token), 0), p.in_rows - 1) : token;
-        const float square =
+        square =
             convert_slice<codes>(p.norm, p.cols, p.in + static_cast<std::int64_t>(row) * p.in_ld,
                                  first, end, norm, lane, [&](int c, const uint4& v) {
                                    const Place place = place_of<codes>(c % S::kCols);
                                    const int product = c / S::kCols * S::kProducts + place.product;
                                    staged[(product * p.tokens + token) * 4 + place.t] = v;
                                  });
-        if (lane == 0) squares[warp * kTokens + token] = square;
       }
     }
     if (teams > 1) {
@@ -144,27 +154,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   } else {
     wait_for_previous();
     live = live_tokens(p);
-  }
-
-  // What the first results need besides: on its way while products run.
-  const int per_team = kThreads / teams;
-  const int rank = static_cast<int>(threadIdx.x) - team * per_team;
-  float held_residual = 0;
-  const auto output_at = [&](int o, int& slot, int& token, int& row) {
-    row = o % kTileRows;
-    slot = o / kTileRows & (units_at_once - 1);
-    token = o / kTileRows >> unit_shift;
-  };
-  if (p.residual) {
-    int slot = 0;
-    int token = 0;
-    int row = 0;
-    output_at(rank, slot, token, row);
-    const Tile tile = tile_of(p, unit_begin, unit_end, p.gated ? 2 * slot : slot);
-    if (token < p.tokens && tile.part >= 0 && tile.row + row < p.part[tile.part].rows) {
-      held_residual = __ldcg(p.residual + static_cast<std::int64_t>(token) * p.part[tile.part].ld +
-                             tile.row + row);
-    }
+    held_residual = load_residual(mine);
   }
 
   float acc[kTiles][kGroups][4];
@@ -238,8 +228,11 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
 
     // Partial results of this turn, [warp][token][tile][row]; even and odd turns use different
     // halves, so that one barrier a turn is enough.
+    if constexpr (kStaged) {
+      if (turn == 0 && team == 0 && p.norm) keep_square(p.tokens - 1);
+    }
     float* partial = shared + (turn & 1) * M::kPartial;
-    float* mine = partial + warp * kTokens * kTiles * kTileRows;
+    float* slice = partial + warp * kTokens * kTiles * kTileRows;
 #pragma unroll
     for (int m = 0; m < kGroups; ++m) {
       const bool wanted = 8 * m + g < p.tokens;
@@ -247,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
       for (int n = 0; n < kTiles; ++n) {
         // High and low parts of a token lie in the same lane.
         if (wanted) {
-          *reinterpret_cast<float2*>(mine + ((8 * m + g) * kTiles + n) * kTileRows + 2 * t) =
+          *reinterpret_cast<float2*>(slice + ((8 * m + g) * kTiles + n) * kTileRows + 2 * t) =
               make_float2(acc[n][m][0] + acc[n][m][2], acc[n][m][1] + acc[n][m][3]);
         }
 #pragma unroll
@@ -256,45 +249,29 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
     }
     __syncthreads();
 
+    const int unit = unit_begin + turn * units_at_once;
     const int outputs = units_at_once * kTileRows * live;
-    const int first_warp = team * p.slices;
+    const float* sums = partial + team * p.slices * kTokens * kTiles * kTileRows;
     for (int o = rank; o < outputs; o += per_team) {
-      int slot = 0;
-      int token = 0;
-      int row = 0;
-      output_at(o, slot, token, row);
-      const int n = p.gated ? 2 * slot : slot;
-      const Tile tile = tile_of(p, unit_begin + turn * units_at_once, unit_end, n);
-      if (tile.part < 0 || tile.row + row >= p.part[tile.part].rows) continue;
-      const Part& part = p.part[tile.part];
-      const int column_out = tile.row + row;
-      const std::int64_t at = static_cast<std::int64_t>(token) * part.ld + column_out;
+      const bool first = o == rank;
+      const Output at = first ? mine : find_output<kTiles>(p, unit, unit_end, o);
+      if (!at.out) continue;
       float scale = 1;
       if (p.norm) {
         if constexpr (kStaged) {
           const float sum =
-              add_slices(p.slices, [&](int s) { return squares[s * kTokens + token]; });
+              add_slices(p.slices, [&](int s) { return squares[s * kTokens + at.token]; });
           scale = rsqrtf(sum / static_cast<float>(p.cols) + p.eps);
         } else {
-          scale = __ldcg(p.inverse_rms + token);
+          scale = __ldcg(p.inverse_rms + at.token);
         }
       }
-      const auto total = [&](int which) {
-        return __fmul_rn(
-            scale, add_slices(p.slices, [&](int s) {
-              return partial[(((first_warp + s) * kTokens + token) * kTiles + which) * kTileRows +
-                             row];
-            }));
-      };
-      float y = total(n);
-      if (part.bias) y += __ldg(part.bias + column_out);
-      if (p.gated) {
-        float up = total(n + 1);
-        if (p.part[1].bias) up += __ldg(p.part[1].bias + column_out);
-        y = activate(p.activation, y, up);
-      }
-      if (p.residual) y += turn == 0 && o == rank ? held_residual : __ldcg(p.residual + at);
-      part.out[at] = y;
+      store_output(p, at, sums, p.slices, kTokens * kTiles * kTileRows, scale,
+                   first ? held_residual : load_residual(at));
+    }
+    if (turn + 1 < turns) {
+      mine = find_output<kTiles>(p, unit + units_at_once, unit_end, rank);
+      held_residual = load_residual(mine);
     }
   }
 }

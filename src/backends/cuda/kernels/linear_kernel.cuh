@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "backends/cuda/kernels/linear_general.cuh"
+#include "backends/cuda/kernels/linear_one.cuh"
 #include "backends/cuda/kernels/linear_stream.cuh"
 
 namespace pianola::cuda::products {
@@ -23,9 +25,6 @@ void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
              static_cast<std::size_t>(p.tokens) * sizeof(uint4);
   }
   auto* kernel = linear_kernel<codes, scales, kGroups, kTiles, kDepth, kStaged>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "linear: shared memory");
   launch_kernel(launch, "linear", kernel, dim3(static_cast<unsigned>(launch.sms * blocks_per_sm)),
                 dim3(kThreads), bytes, p);
 }
@@ -45,11 +44,36 @@ void launch_stream(Params p, const Launch& launch) {
     bytes += static_cast<std::size_t>(p.cols) * sizeof(float) * static_cast<std::size_t>(p.tokens);
   }
   auto* kernel = stream_kernel<codes, kGroups, kTiles, kDepth, kStaged>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "linear: shared memory");
   launch_kernel(launch, "linear", kernel, dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads),
                 bytes, p);
+}
+
+template <Codes codes, int kTiles, int kQuads>
+void launch_one_token(const OneParams& params, const Launch& launch) {
+  launch_kernel(launch, "linear of a token", one_kernel<codes, kTiles, kQuads>,
+                dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads),
+                OneShared<kTiles>::bytes(params.p.stages, params.p.cols), params);
+}
+
+template <Codes codes>
+void launch_one_token(const Params& shape, const Launch& launch) {
+  constexpr int kTiles = 2;
+  OneParams params = {.map = {}, .p = shape};
+  Params& p = params.p;
+  static const char* e = std::getenv("PIANOLA_ONE");
+  const int most_stages = e ? e[p.gated ? 0 : p.cols > 4096 ? 1 : 2] - '0' : 4;
+  p.slice_steps = p.steps / kWarps;
+  p.share = p.units / launch.sms;
+  p.extra = p.units % launch.sms;
+  p.turns = ceil_div(p.share + (p.extra > 0 ? 1 : 0), p.gated ? kTiles / 2 : kTiles);
+  p.stages = std::min(most_stages, p.turns * p.slice_steps / kStageSteps);
+  for (int i = 0; i < p.parts; ++i) {
+    params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
+  }
+  const int quads = p.cols / 128 / kWarps;
+  if (quads <= 2) return launch_one_token<codes, kTiles, 2>(params, launch);
+  if (quads <= 4) return launch_one_token<codes, kTiles, 4>(params, launch);
+  launch_one_token<codes, kTiles, 8>(params, launch);
 }
 
 // The stream kernel for a launch whose slices are whole steps.
@@ -130,6 +154,8 @@ void launch_form(Params& p, const Launch& launch) {
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;
   const bool staged = p.tokens <= 8 && staged_bytes <= kMostStagedBytes;
   if constexpr (kPlain) {
+    static const bool off = std::getenv("PIANOLA_NO_ONE") != nullptr;
+    if (streams && p.tokens == 1 && !off) return launch_one_token<codes>(p, launch);
     if (streams && staged) return launch_streams<codes>(p, true, launch);
   }
   if (staged) {

@@ -91,10 +91,11 @@ struct Params {
   int slice_steps = 0;  // the most of one slice, a multiple of the prefetch depth
   int code_row = 0;     // bytes
   int scale_row = 0;    // bytes
-  // Of stream_kernel: units of each block, and how many blocks take one more.
+  // Of stream_kernel and one_kernel: units of each block, and how many blocks take one more.
   int share = 0;
   int extra = 0;
   int turns = 0;
+  int stages = 0;  // of one_kernel's rings
 };
 
 struct Tile {
@@ -302,9 +303,9 @@ __device__ __forceinline__ float add_slices(int slices, const At& at) {
 // Quads (four columns) of one slice whose norm weights a lane holds.
 inline constexpr int kHeld = 4;
 
-// One warp converts its slice of one token: `store(quad column, words)`. Returns the slice's sum of
-// squares, in the order that every route shares: a lane's quads in turn, then lanes as a tree.
-// kFlight quads are on their way at once.
+// One warp converts its slice of one token: `store(quad column, words)`. Returns the lane's sum of
+// squares, its quads in turn; warp_sum() of it is the slice's, in the order that every route
+// shares. kFlight quads are on their way at once.
 template <Codes codes, int kFlight = kHeld, typename Store>
 __device__ __forceinline__ float convert_slice(const float* norm_weights, int cols,
                                                const float* x_row, int first, int end,
@@ -331,7 +332,7 @@ __device__ __forceinline__ float convert_slice(const float* norm_weights, int co
       store(c, activation_words(x[i], weight));
     }
   }
-  return warp_sum(square);
+  return square;
 }
 
 // The norm's weights of a lane's first quads: they do not depend on the kernel before.
@@ -357,5 +358,70 @@ struct Shared {
   static constexpr int kSquares = kWarps * kTokens;
   static constexpr int kFloats = 2 * kPartial + kSquares;
 };
+
+// One result of a turn: where it goes and what joins it. Nothing of it depends on the step but the
+// residual, so it is found before the kernel waits, or while other results are on their way. (Loads
+// of constants past the first-level cache stay before the wait: the compiler moves others.)
+struct Output {
+  float* out = nullptr;  // null: none
+  const float* residual = nullptr;
+  float bias = 0;
+  float up_bias = 0;
+  bool biased = false;
+  bool up_biased = false;
+  int token = 0;
+  int sum = 0;  // floats from a slice's partial results to this one's
+};
+
+// The results of the units from `unit` on, below end_unit, in the order [token][unit][row].
+template <int kTiles>
+__device__ __forceinline__ Output find_output(const Params& p, int unit, int end_unit, int o) {
+  const int units_at_once = p.gated ? kTiles / 2 : kTiles;  // a power of two
+  const int row = o % kTileRows;
+  const int slot = o / kTileRows & (units_at_once - 1);
+  Output at;
+  at.token = o / kTileRows >> (__ffs(units_at_once) - 1);
+  const int n = p.gated ? 2 * slot : slot;
+  at.sum = (at.token * kTiles + n) * kTileRows + row;
+  const Tile tile = tile_of(p, unit, end_unit, n);
+  if (at.token >= p.tokens || tile.part < 0) return at;
+  const Part& part = p.part[tile.part];
+  const int column = tile.row + row;
+  if (column >= part.rows) return at;
+  const std::int64_t offset = static_cast<std::int64_t>(at.token) * part.ld + column;
+  at.out = part.out + offset;
+  if (p.residual) at.residual = p.residual + offset;
+  if (part.bias) {
+    at.biased = true;
+    at.bias = load_activation(part.bias + column);
+  }
+  if (p.gated && p.part[1].bias) {
+    at.up_biased = true;
+    at.up_bias = load_activation(p.part[1].bias + column);
+  }
+  return at;
+}
+
+// Slices, which lie `stride` floats apart, are added and stored.
+__device__ __forceinline__ void store_output(const Params& p, const Output& at, const float* sums,
+                                             int slices, int stride, float scale, float residual) {
+  const auto total = [&](int which) {
+    const float* first = sums + at.sum + which * kTileRows;
+    return __fmul_rn(scale, add_slices(slices, [&](int s) { return first[s * stride]; }));
+  };
+  float y = total(0);
+  if (at.biased) y += at.bias;
+  if (p.gated) {
+    float up = total(1);
+    if (at.up_biased) up += at.up_bias;
+    y = activate(p.activation, y, up);
+  }
+  if (at.residual) y += residual;
+  *at.out = y;
+}
+
+__device__ __forceinline__ float load_residual(const Output& at) {
+  return at.residual ? __ldcg(at.residual) : 0.0F;
+}
 
 }  // namespace pianola::cuda::products

@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
   const int block = blockIdx.x;
   const int unit_begin = block * p.share + min(block, p.extra);
   const int unit_end = unit_begin + p.share + (block < p.extra ? 1 : 0);
-  const int units_at_once = p.gated ? kTiles / 2 : kTiles;  // a power of two
-  const int unit_shift = __ffs(units_at_once) - 1;
+  const int units_at_once = p.gated ? kTiles / 2 : kTiles;
   const int step_begin = warp * p.slice_steps;
 
   // Loading runs ahead of computing, by kDepth steps and across turns.
@@ -75,10 +74,20 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
     }
   };
   set_tiles(0);
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kDepth; i += kStepsAtOnce) load_steps(i);
+  const int rank = threadIdx.x;
+  Output mine = find_output<kTiles>(p, unit_begin, unit_end, rank);
 
   const int slice_cols = p.slice_steps * S::kCols;  // a multiple of 128
+  int live = 0;
+  float held_residual = 0;
+  // The last token's sum of squares is added up when the products are on their way.
+  float square = 0;
+  const auto keep_square = [&](int token) {
+    const float sum = warp_sum(square);
+    if (lane == 0) squares[warp * kTokens + token] = sum;
+  };
   if constexpr (kStaged) {
     // A lane's quads lie 128 columns apart: the same place in steps 128 / kCols apart.
     const int first = warp * slice_cols + 4 * lane;
@@ -94,11 +103,14 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
                     : make_float4(1, 1, 1, 1);
     }
     wait_for_previous();
+    live = live_tokens(p);
+    held_residual = load_residual(mine);
     for (int token = 0; token < p.tokens; ++token) {
+      if (token > 0) keep_square(token - 1);
       const int row = p.gather ? min(max(__ldcg(p.gather + token), 0), p.in_rows - 1) : token;
       const float* x_row = p.in + static_cast<std::int64_t>(row) * p.in_ld + first;
       uint4* to = staged + (product * p.tokens + token) * 4 + place.t;
-      float square = 0;
+      square = 0;
       for (int base = 0; base < quads; base += 2 * kHeld) {
         float4 x[2 * kHeld];
 #pragma unroll
@@ -116,33 +128,12 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
           to[(base + i) * stride] = activation_words(x[i], weight);
         }
       }
-      square = warp_sum(square);
-      if (lane == 0) squares[warp * kTokens + token] = square;
     }
     __syncwarp();
   } else {
     wait_for_previous();
-  }
-  const int live = live_tokens(p);
-
-  // What the first results need besides: on its way while products run.
-  const int rank = threadIdx.x;
-  float held_residual = 0;
-  const auto output_at = [&](int o, int& slot, int& token, int& row) {
-    row = o % kTileRows;
-    slot = o / kTileRows & (units_at_once - 1);
-    token = o / kTileRows >> unit_shift;
-  };
-  if (p.residual) {
-    int slot = 0;
-    int token = 0;
-    int row = 0;
-    output_at(rank, slot, token, row);
-    const Tile tile = tile_of(p, unit_begin, unit_end, p.gated ? 2 * slot : slot);
-    if (token < p.tokens && tile.part >= 0 && tile.row + row < p.part[tile.part].rows) {
-      held_residual = __ldcg(p.residual + static_cast<std::int64_t>(token) * p.part[tile.part].ld +
-                             tile.row + row);
-    }
+    live = live_tokens(p);
+    held_residual = load_residual(mine);
   }
 
   float acc[kTiles][kGroups][4];
@@ -199,15 +190,18 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
       slot = slot + kStepsAtOnce == kDepth ? 0 : slot + kStepsAtOnce;
     }
 
+    if constexpr (kStaged) {
+      if (turn == 0 && p.norm) keep_square(p.tokens - 1);
+    }
     float* partial = partials + (kPartials<kGroups> == 2 ? turn & 1 : 0) * M::kPartial;
-    float* mine = partial + warp * kTokens * kTiles * kTileRows;
+    float* slice = partial + warp * kTokens * kTiles * kTileRows;
 #pragma unroll
     for (int m = 0; m < kGroups; ++m) {
       const bool wanted = 8 * m + g < p.tokens;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         if (wanted) {
-          *reinterpret_cast<float2*>(mine + ((8 * m + g) * kTiles + n) * kTileRows + 2 * t) =
+          *reinterpret_cast<float2*>(slice + ((8 * m + g) * kTiles + n) * kTileRows + 2 * t) =
               make_float2(acc[n][m][0] + acc[n][m][2], acc[n][m][1] + acc[n][m][3]);
         }
 #pragma unroll
@@ -216,42 +210,28 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
     }
     __syncthreads();
 
+    const int unit = unit_begin + turn * units_at_once;
     const int outputs = units_at_once * kTileRows * live;
     for (int o = rank; o < outputs; o += kThreads) {
-      int slot_out = 0;
-      int token = 0;
-      int row = 0;
-      output_at(o, slot_out, token, row);
-      const int n = p.gated ? 2 * slot_out : slot_out;
-      const Tile tile = tile_of(p, unit_begin + turn * units_at_once, unit_end, n);
-      if (tile.part < 0 || tile.row + row >= p.part[tile.part].rows) continue;
-      const Part& part = p.part[tile.part];
-      const int column_out = tile.row + row;
-      const std::int64_t at = static_cast<std::int64_t>(token) * part.ld + column_out;
+      const bool first = o == rank;
+      const Output at = first ? mine : find_output<kTiles>(p, unit, unit_end, o);
+      if (!at.out) continue;
       float scale = 1;
       if (p.norm) {
         if constexpr (kStaged) {
-          const float sum = add_slices(kWarps, [&](int s) { return squares[s * kTokens + token]; });
+          const float sum =
+              add_slices(kWarps, [&](int s) { return squares[s * kTokens + at.token]; });
           scale = rsqrtf(sum / static_cast<float>(p.cols) + p.eps);
         } else {
-          scale = __ldcg(p.inverse_rms + token);
+          scale = __ldcg(p.inverse_rms + at.token);
         }
       }
-      const auto total = [&](int which) {
-        return __fmul_rn(
-            scale, add_slices(kWarps, [&](int s) {
-              return partial[((s * kTokens + token) * kTiles + which) * kTileRows + row];
-            }));
-      };
-      float y = total(n);
-      if (part.bias) y += __ldg(part.bias + column_out);
-      if (p.gated) {
-        float up = total(n + 1);
-        if (p.part[1].bias) up += __ldg(p.part[1].bias + column_out);
-        y = activate(p.activation, y, up);
-      }
-      if (p.residual) y += turn == 0 && o == rank ? held_residual : __ldcg(p.residual + at);
-      part.out[at] = y;
+      store_output(p, at, partial, kWarps, kTokens * kTiles * kTileRows, scale,
+                   first ? held_residual : load_residual(at));
+    }
+    if (turn + 1 < p.turns) {
+      mine = find_output<kTiles>(p, unit + units_at_once, unit_end, rank);
+      held_residual = load_residual(mine);
     }
     if (kPartials<kGroups> == 1) __syncthreads();
   }

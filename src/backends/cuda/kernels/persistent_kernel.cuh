@@ -206,13 +206,13 @@ struct Block {
       float square = 0;
       for_form(s, [&]<Codes codes, Scales scales>() {
         using S = Step<codes>;
-        square = products::convert_slice<codes, 2 * kHeld>(
+        square = warp_sum(products::convert_slice<codes, 2 * kHeld>(
             entry.norm, s.cols, x, first, end, norm, lane, [&](int c, const uint4& words) {
               const int column = c - first;
               const products::Place place = products::place_of<codes>(column % S::kCols);
               const int product = column / S::kCols * S::kProducts + place.product;
               staged()[(product * s.tokens + token) * 4 + place.t] = words;
-            });
+            }));
       });
       if (s.normed && lane < s.slices) {
         send(peer_offset(shared_offset(squares(op) + slice * s.tokens + token), first_peer + lane),

@@ -1,0 +1,69 @@
+#include "backends/cuda/kernels/launch.h"
+
+#include <cstdlib>
+
+namespace pianola::cuda {
+namespace {
+
+constexpr std::size_t kSharedWithoutAsking = 48 * 1024;
+constexpr unsigned kClusterWithoutAsking = 8;
+
+}  // namespace
+
+void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
+                     void** parameters) {
+  static const char* carveout = std::getenv("PIANOLA_CARVEOUT");
+  if (carveout) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               std::atoi(carveout)),
+          name);
+  }
+  if (grid.shared_bytes > kSharedWithoutAsking) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(grid.shared_bytes)),
+          name);
+  }
+  if (grid.cluster > kClusterWithoutAsking) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+  }
+  cudaLaunchAttribute attributes[3] = {};
+  unsigned count = 0;
+  if (grid.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {grid.cluster, 1, 1};
+  }
+  if (grid.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
+  if (launch.dependent) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  check(cudaLaunchKernelExC(&config, kernel, parameters), name);
+}
+
+CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes) {
+  static const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(
+      driver_function("cuTensorMapEncodeTiled", 12000));
+  const cuuint64_t size[2] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(row_bytes)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_bytes), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t step[2] = {1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), size, stride, box,
+             step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(result == CUDA_SUCCESS, "a matrix that the copy engine does not take");
+  return map;
+}
+
+}  // namespace pianola::cuda

@@ -1,0 +1,296 @@
+// Products of one token by plain weights of regular shapes: what a single row decodes with.
+#pragma once
+
+#include <cuda.h>
+
+#include "backends/cuda/kernels/linear_operand.cuh"
+
+namespace pianola::cuda::products {
+
+// The bits of stream_kernel, with as little as possible between the end of the kernel before and
+// the first result: a step of one token is a chain of kernels, most of them shorter than what one
+// needs to find its addresses. So all of that happens before the wait (a prefetch keeps an address
+// there, which the compiler would move), and three kernels of the chain fit a multiprocessor at
+// once, so that weights never stop coming.
+inline constexpr int kOneBlocksPerSm = 3;
+
+// Weights come through a ring of stages, each 256 bytes of every row of the tiles of a warp, in
+// boxes that the copy engine cuts out of the matrix: no thread computes an address for each row,
+// and no load of activations stands behind them in a queue.
+inline constexpr int kBoxBytes = 128;  // of each of the eight rows of a tile
+inline constexpr int kStageBoxes = 2;  // side by side
+inline constexpr int kStageSteps = kStageBoxes * kBoxBytes / 64;
+
+template <int kTiles>
+struct OneShared {
+  static constexpr int kTileBytes = kTileRows * kBoxBytes;
+  static constexpr int kStageBytes = kTiles * kStageBoxes * kTileBytes;
+  static constexpr int kPartial = kWarps * kTiles * kTileRows;  // floats of one turn
+  static constexpr int kAlign = 1024;                           // of the pattern in a box
+  // Then partial results twice, sums of squares, a barrier a stage; activations.
+  static constexpr std::size_t bytes(int stages, int cols) {
+    return kAlign +
+           static_cast<std::size_t>(stages) * kWarps * (kStageBytes + sizeof(std::uint64_t)) +
+           (2 * kPartial + kWarps) * sizeof(float) + static_cast<std::size_t>(cols) * sizeof(float);
+  }
+};
+
+// Boxes lie in memory as the copy engine's pattern of 128 bytes: chunk c of 16 bytes of row r at
+// place c ^ r. Column g of a product takes row box_row(g), so that a quarter of a warp, which reads
+// four chunks of two rows, meets every bank once.
+__device__ __forceinline__ constexpr int box_row(int g) { return g / 2 + g % 2 * 4; }
+
+struct OneParams {
+  CUtensorMap map[3];  // of the codes of each part, as rows of bytes
+  Params p;
+};
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Until a stage's bytes have come.
+__device__ __forceinline__ void wait_stage(std::uint32_t barrier, unsigned parity) {
+  Patience patience;
+  std::uint32_t done = 0;
+  while (true) {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        " mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (done != 0 || patience.over()) return;
+    patience.look("weights", 0);
+  }
+}
+
+// kQuads: four activations each that a lane has on their way at once.
+template <Codes codes, int kTiles, int kQuads>
+__global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
+    one_kernel(const __grid_constant__ OneParams params) {
+  using S = Step<codes>;
+  using M = OneShared<kTiles>;
+  static_assert(kTiles * kTileRows <= 32);  // the results of a turn fit one warp
+  const Params& p = params.p;
+  extern __shared__ __align__(16) unsigned char unaligned[];
+  unsigned char* memory =
+      unaligned + (M::kAlign - shared_address(unaligned) % M::kAlign) % M::kAlign;
+  const int warp = threadIdx.x / 32;  // its slice
+  const int lane = threadIdx.x % 32;
+  unsigned char* ring = memory + warp * p.stages * M::kStageBytes;
+  float* partials = reinterpret_cast<float*>(memory + kWarps * p.stages * M::kStageBytes);
+  float* squares = partials + 2 * M::kPartial;
+  uint4* staged = reinterpret_cast<uint4*>(squares + kWarps);
+  const std::uint32_t full =
+      shared_address(reinterpret_cast<unsigned char*>(staged) + p.cols * 4) + warp * p.stages * 8;
+
+  allow_next();
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int unit_begin = blockIdx.x * p.share + min(static_cast<int>(blockIdx.x), p.extra);
+  const int unit_end = unit_begin + p.share + (blockIdx.x < static_cast<unsigned>(p.extra) ? 1 : 0);
+  const int units_at_once = p.gated ? kTiles / 2 : kTiles;
+  if (lane == 0) {
+#pragma unroll 1
+    for (int i = 0; i < p.stages; ++i) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i) : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+
+  // Loading runs ahead of computing, by the stages of the ring and across turns. A lane a box.
+  const int pieces = p.slice_steps / kStageSteps;
+  const CUtensorMap* map = nullptr;  // of this lane's box, or null
+  int box_x = 0;
+  int box_y = 0;
+  int load_turn = 0;
+  int pieces_to_load = pieces;
+  int turn_bytes = 0;  // of a stage
+  const auto set_box = [&] {
+    const int unit = unit_begin + load_turn * units_at_once;
+    const int units = max(0, min(units_at_once, unit_end - unit));
+    turn_bytes = units * (p.gated ? 2 : 1) * kStageBoxes * M::kTileBytes;
+    map = nullptr;
+    if (lane >= kTiles * kStageBoxes) return;
+    const Tile tile = tile_of(p, unit, unit_end, lane / kStageBoxes);
+    if (tile.part < 0) return;
+    map = params.map + tile.part;
+    box_x = warp * p.slice_steps * 64 + lane % kStageBoxes * kBoxBytes;
+    box_y = tile.row;
+  };
+  const std::uint32_t box_at = shared_address(ring) + lane * M::kTileBytes;
+  const auto load_stage = [&](int stage) {
+    if (load_turn >= p.turns) return;
+    const std::uint32_t barrier = full + 8 * stage;
+    if (lane == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(turn_bytes)
+                   : "memory");
+    }
+    if (map) {
+      asm volatile(
+          "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+          "{%2, %3}], [%4];" ::"r"(box_at + stage * M::kStageBytes),
+          "l"(map), "r"(box_x), "r"(box_y), "r"(barrier)
+          : "memory");
+      box_x += kStageBoxes * kBoxBytes;
+    }
+    if (--pieces_to_load == 0) {
+      pieces_to_load = pieces;
+      ++load_turn;
+      if (load_turn < p.turns) set_box();
+    }
+  };
+  set_box();
+#pragma unroll 1
+  for (int i = 0; i < p.stages; ++i) load_stage(i);
+
+  Output mine;
+  if (warp == 0) mine = find_output<kTiles>(p, unit_begin, unit_end, lane);
+
+  // A lane's quads lie 128 columns apart: the same place in steps 128 / kCols apart.
+  const int slice_cols = p.slice_steps * S::kCols;  // a multiple of 128
+  const int first = warp * slice_cols + 4 * lane;
+  const Place place = place_of<codes>(4 * lane % S::kCols);
+  constexpr int kStride = 128 / S::kCols * S::kProducts * 4;
+  uint4* to = staged + (first / S::kCols * S::kProducts + place.product) * 4 + place.t;
+  int left = slice_cols / 128;
+  const float* x_at = p.in + first;
+  const float* norm_at = p.norm ? p.norm + first : nullptr;
+  const std::int32_t* gather = p.gather;
+  const std::int32_t* count = p.count;
+  constexpr bool kHoldsNorm = kQuads <= 4;
+  float4 norm[kHoldsNorm ? kQuads : 1];
+  const auto load_norms = [&] {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      norm[i] = make_float4(1, 1, 1, 1);
+      if (norm_at && i < left) norm[i] = load_activation4(norm_at + 128 * i);
+    }
+  };
+  if constexpr (kHoldsNorm) load_norms();
+  prefetch(x_at);
+  prefetch(count);
+  if (mine.residual) prefetch(mine.residual);
+
+  wait_for_previous();
+  if (gather) {
+    x_at += static_cast<std::int64_t>(min(max(__ldcg(gather), 0), p.in_rows - 1)) * p.in_ld;
+  }
+  float square = 0;
+  int live = 0;
+  float held_residual = 0;
+  bool first_round = true;
+#pragma unroll 1
+  while (true) {
+    float4 x[kQuads];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      if (i < left) x[i] = load_activation4(x_at + 128 * i);
+    }
+    if (first_round && warp == 0) {
+      live = __ldcg(count) - p.first;
+      held_residual = load_residual(mine);
+    }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      if (i >= left) break;
+      float4 weight = norm[kHoldsNorm ? i : 0];
+      if constexpr (!kHoldsNorm) {
+        weight = norm_at ? load_activation4(norm_at + 128 * i) : make_float4(1, 1, 1, 1);
+      }
+      square += square_sum(x[i]);
+      to[i * kStride] = activation_words(x[i], weight);
+    }
+    left -= kQuads;
+    if (left <= 0) break;
+    first_round = false;
+    x_at += 128 * kQuads;
+    to += kQuads * kStride;
+    if (norm_at) norm_at += 128 * kQuads;
+    if constexpr (kHoldsNorm) load_norms();
+  }
+  __syncwarp();
+
+  float acc[kTiles][4] = {};
+  const uint4* const activations = staged + warp * p.slice_steps * S::kProducts * 4 + t;
+  const unsigned char* const weights_at = ring + box_row(g) * kBoxBytes;
+  const int chunk[2] = {(t ^ box_row(g)) * 16, ((t + 4) ^ box_row(g)) * 16};
+  float scale = 1;
+  int stage = 0;
+  unsigned parity = 0;
+  for (int turn = 0; turn < p.turns; ++turn) {
+    const uint4* at = activations;
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; ++piece) {
+      wait_stage(full + 8 * stage, parity);
+      const unsigned char* from = weights_at + stage * M::kStageBytes;
+#pragma unroll
+      for (int i = 0; i < kStageSteps; ++i) {
+        uint4 weights[kTiles];
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          weights[n] = *reinterpret_cast<const uint4*>(
+              from + (n * kStageBoxes + i / 2) * M::kTileBytes + chunk[i % 2]);
+        }
+#pragma unroll
+        for (int j = 0; j < S::kProducts; ++j) {
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (g == 0) v = at[(i * S::kProducts + j) * 4];
+          const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+            for (int part = 0; part < S::kParts; ++part) {
+              std::uint32_t b0 = 0;
+              std::uint32_t b1 = 0;
+              operand<codes>(weights[n], j, part, b0, b1);
+              mma_bf16(acc[n], words, b0, b1);
+            }
+          }
+        }
+      }
+      at += kStageSteps * S::kProducts * 4;
+      __syncwarp();
+      load_stage(stage);  // where these weights were read
+      if (++stage == p.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+
+    if (turn == 0 && p.norm) {
+      square = warp_sum(square);
+      if (lane == 0) squares[warp] = square;
+    }
+    float* partial = partials + (turn & 1) * M::kPartial;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      if (g == 0) {
+        float* to_row = partial + (warp * kTiles + n) * kTileRows;
+        to_row[box_row(2 * t)] = acc[n][0] + acc[n][2];
+        to_row[box_row(2 * t + 1)] = acc[n][1] + acc[n][3];
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) acc[n][k] = 0;
+    }
+    __syncthreads();
+    if (warp != 0) continue;
+    if (turn == 0 && p.norm) {
+      const float sum = add_slices(kWarps, [&](int s) { return squares[s]; });
+      scale = rsqrtf(sum / static_cast<float>(p.cols) + p.eps);
+    }
+    if (mine.out && live > 0) {
+      store_output(p, mine, partial, kWarps, kTiles * kTileRows, scale, held_residual);
+    }
+    if (turn + 1 < p.turns) {
+      mine = find_output<kTiles>(p, unit_begin + (turn + 1) * units_at_once, unit_end, lane);
+      held_residual = load_residual(mine);
+    }
+  }
+}
+
+}  // namespace pianola::cuda::products
