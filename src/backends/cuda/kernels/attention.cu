@@ -165,35 +165,6 @@ int log_cluster_of(int items, int sms) {
   return log;
 }
 
-void launch_decode(const Launch& launch, DecodeKernel kernel, const DecodeParams& p, int items,
-                   std::size_t bytes) {
-  const auto* function = reinterpret_cast<const void*>(kernel);
-  if (bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes)),
-          "attend");
-  }
-  if (1 << p.log_cluster > 8) {
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-          "attend");
-  }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = 1U << p.log_cluster;
-  attributes[0].val.clusterDim.y = 1;
-  attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(items) << p.log_cluster);
-  config.blockDim = dim3(kItemThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = launch.stream;
-  config.attrs = attributes;
-  config.numAttrs = launch.dependent ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, kernel, p), "attend");
-}
-
 // The tokens first..first + 63 of the bucket.
 void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
                  const Launch& launch) {
@@ -205,7 +176,13 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
 
   const bool plain = cache.window == 0 && !args.sinks;
   const DecodeKernel kernel = plain ? plain_kernel(cache) : window_kernel(cache);
-  launch_decode(launch, kernel, p, items, item_memory_bytes(p, row_bytes(cache.dtype, 1)));
+  const auto blocks = static_cast<unsigned>(items) << p.log_cluster;
+  launch_grid(launch, "attend", kernel,
+              Grid{.blocks = dim3(blocks),
+                   .threads = dim3(kItemThreads),
+                   .shared_bytes = item_memory_bytes(p, row_bytes(cache.dtype, 1)),
+                   .cluster = 1U << p.log_cluster},
+              p);
 }
 
 }  // namespace

@@ -435,9 +435,6 @@ void launch_chunk(const AttentionArgs& args, const Launch& launch) {
   const auto kernel = plain ? attend_chunk_kernel<T, kDim, kRowTiles, kExact, true>
                             : attend_chunk_kernel<T, kDim, kRowTiles, kExact, false>;
   using Memory = ChunkMemory<T, kDim, kRowTiles>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(Memory))),
-        "attend_chunk");
   const long long tiles = static_cast<long long>(args.tokens) * args.heads;
   const auto blocks = static_cast<unsigned>(
       std::min<long long>(tiles, static_cast<long long>(launch.sms) * (kDim <= 128 ? 2 : 1)));

@@ -21,9 +21,6 @@ void launch_experts_as(ExpertParams p, const Launch& launch) {
              static_cast<std::size_t>(kSums ? p.top_k : 1);
   }
   auto* kernel = experts_kernel<codes, scales, product, kGroups, kDirect>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "experts: shared memory");
   const int blocks_per_sm = !kDirect && kGroups == 1 ? 2 : 1;
   launch_kernel(launch, "experts", kernel, dim3(static_cast<unsigned>(launch.sms * blocks_per_sm)),
                 dim3(kThreads), bytes, p);

@@ -198,9 +198,6 @@ void order_experts(const ExpertOrder& order, Codes codes, const Launch& launch) 
   const std::size_t bytes =
       static_cast<std::size_t>(order.experts) * sizeof(int) +
       static_cast<std::size_t>(order.tokens) * static_cast<std::size_t>(order.top_k) * 2;
-  check(cudaFuncSetAttribute(order_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "experts: shared memory");
   launch_kernel(launch, "order of experts", order_kernel,
                 dim3(static_cast<unsigned>(order.tokens) + 1), dim3(kOrderThreads), bytes, p);
 }

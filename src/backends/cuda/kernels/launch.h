@@ -8,6 +8,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
+#include <tuple>
 #include <utility>
 
 #include "backends/cuda/cuda_error.h"
@@ -21,22 +23,36 @@ struct Launch {
   bool dependent_inside = false;  // the same between the kernels of one op
 };
 
-// Throws Device naming the kernel when the launch is refused.
+struct Grid {
+  dim3 blocks;
+  dim3 threads;
+  std::size_t shared_bytes = 0;
+  unsigned cluster = 1;      // thread blocks of a cluster, up to 16
+  bool cooperative = false;  // all thread blocks on the device at once, or an error
+};
+
+// Parameters are copied. Throws Device naming the kernel when the launch is refused.
+void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
+                     void** parameters);
+
 template <typename... Params, typename... Args>
-void launch_kernel(const Launch& launch, const char* name, void (*kernel)(Params...), dim3 grid,
-                   dim3 block, std::size_t shared_bytes, Args&&... args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = launch.stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = launch.dependent ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...),
-        name);
+void launch_grid(const Launch& launch, const char* name, void (*kernel)(Params...),
+                 const Grid& grid, Args&&... args) {
+  std::tuple<Params...> values(static_cast<Params>(std::forward<Args>(args))...);
+  std::apply(
+      [&](Params&... value) {
+        void* parameters[] = {&value...};
+        launch_function(launch, name, reinterpret_cast<const void*>(kernel), grid, parameters);
+      },
+      values);
+}
+
+template <typename... Params, typename... Args>
+void launch_kernel(const Launch& launch, const char* name, void (*kernel)(Params...), dim3 blocks,
+                   dim3 threads, std::size_t shared_bytes, Args&&... args) {
+  launch_grid(launch, name, kernel,
+              Grid{.blocks = blocks, .threads = threads, .shared_bytes = shared_bytes},
+              std::forward<Args>(args)...);
 }
 
 }  // namespace pianola::cuda

@@ -23,9 +23,6 @@ void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
              static_cast<std::size_t>(p.tokens) * sizeof(uint4);
   }
   auto* kernel = linear_kernel<codes, scales, kGroups, kTiles, kDepth, kStaged>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "linear: shared memory");
   launch_kernel(launch, "linear", kernel, dim3(static_cast<unsigned>(launch.sms * blocks_per_sm)),
                 dim3(kThreads), bytes, p);
 }
@@ -45,9 +42,6 @@ void launch_stream(Params p, const Launch& launch) {
     bytes += static_cast<std::size_t>(p.cols) * sizeof(float) * static_cast<std::size_t>(p.tokens);
   }
   auto* kernel = stream_kernel<codes, kGroups, kTiles, kDepth, kStaged>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "linear: shared memory");
   launch_kernel(launch, "linear", kernel, dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads),
                 bytes, p);
 }

@@ -241,7 +241,6 @@ PersistentStep::PersistentStep(const std::vector<PersistentOp>& ops, int tokens)
     if (!layout->kernel) {
       refuse("more shared memory than there is");
     }
-    // As much as there is: the kernel may serve other steps, which need more than this one.
     check(cudaFuncSetAttribute(layout->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                most_shared),
           "persistent step: shared memory");
@@ -316,20 +315,13 @@ PersistentStep::~PersistentStep() = default;
 void PersistentStep::Free::operator()(std::byte* memory) const { cudaFree(memory); }
 
 void PersistentStep::launch(const Launch& launch) const {
-  cudaLaunchAttribute attributes[2] = {};
   // All thread blocks at once or none: they wait for each other.
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(clusters_ * persistent::kBlocks));
-  config.blockDim = dim3(persistent::kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(layout_->shared_bytes);
-  config.stream = launch.stream;
-  config.attrs = attributes;
-  config.numAttrs = launch.dependent ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, layout_->kernel, layout_->program), "persistent step");
+  launch_grid(launch, "persistent step", layout_->kernel,
+              Grid{.blocks = dim3(static_cast<unsigned>(clusters_ * persistent::kBlocks)),
+                   .threads = dim3(persistent::kThreads),
+                   .shared_bytes = static_cast<std::size_t>(layout_->shared_bytes),
+                   .cooperative = true},
+              layout_->program);
 }
 
 }  // namespace pianola::cuda

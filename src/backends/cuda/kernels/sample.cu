@@ -103,28 +103,14 @@ std::size_t area_bytes(int width) {
   return std::max(lists, static_cast<std::size_t>(width) * sizeof(std::uint32_t));
 }
 
-// A launch in clusters, which launch_kernel() has no word for.
 void launch_sample(const Launch& launch, void (*kernel)(SampleArgs, int), const SampleArgs& args,
                    int width, std::size_t shared_bytes) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "sample");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes)),
-        "sample");
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kCluster;
-  attributes[0].val.clusterDim.y = 1;
-  attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(args.logit_rows * kCluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = launch.stream;
-  config.attrs = attributes;
-  config.numAttrs = launch.dependent ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, kernel, args, width), "sample");
+  launch_grid(launch, "sample", kernel,
+              Grid{.blocks = dim3(static_cast<unsigned>(args.logit_rows * kCluster)),
+                   .threads = dim3(kThreads),
+                   .shared_bytes = shared_bytes,
+                   .cluster = kCluster},
+              args, width);
 }
 
 constexpr int kTargetThreads = 1024;
