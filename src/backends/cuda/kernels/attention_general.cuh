@@ -1,4 +1,5 @@
-// An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128.
+// An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128
+// that are not of 256.
 #pragma once
 
 #include "backends/cuda/kernels/attention_merge.cuh"
@@ -68,7 +69,7 @@ struct GeneralItem {
 #pragma unroll
         for (int i = 0; i < N; ++i) s.sums[h][i] = make_float2(0, 0);
       }
-      for (int block = span.first + rank; block < item.blocks; block += item.ranks) {
+      for (int block = span.first() + rank; block < item.blocks; block += item.ranks) {
         const int end = min((block + 1) * kCacheBlock, item.end);
         const int moved = (span.place(block) - block) * kCacheBlock;
         for (int base = block * kCacheBlock + warp * kPositions; base < end;

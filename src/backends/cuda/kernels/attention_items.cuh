@@ -63,32 +63,32 @@ __host__ __device__ inline int log_slice(int columns, int active) {
 // at least window positions, so the blocks of a span lie on one turn of it or on two.
 template <bool kPlain>
 struct Span {
+  const LayerCacheView& cache;
   int begin;
-  int first;  // block
-  int ring;   // blocks
   int turns;  // blocks before the turn of the first one
 
-  __device__ __forceinline__ Span(const LayerCacheView& cache, int end) {
+  __device__ __forceinline__ Span(const LayerCacheView& of, int end) : cache(of) {
     begin = cache.window > 0 ? max(end - cache.window, 0) : 0;
-    first = begin / kCacheBlock;
-    ring = cache.capacity / kCacheBlock;
-    turns = first / ring * ring;
+    turns = first() / ring() * ring();
   }
+  // Blocks: computed, as registers are short.
+  __device__ __forceinline__ int first() const { return begin / kCacheBlock; }
+  __device__ __forceinline__ int ring() const { return cache.capacity / kCacheBlock; }
   __device__ __forceinline__ int place(int block) const {
     block -= turns;
-    return block < ring ? block : block - ring;
+    return block < ring() ? block : block - ring();
   }
   __device__ __forceinline__ int place_of(int position) const {
     position -= turns * kCacheBlock;
-    return position < ring * kCacheBlock ? position : position - ring * kCacheBlock;
+    return position < ring() * kCacheBlock ? position : position - ring() * kCacheBlock;
   }
 };
 template <>
 struct Span<true> {
   static constexpr int begin = 0;
-  static constexpr int first = 0;
 
   __device__ __forceinline__ Span(const LayerCacheView& /*cache*/, int /*end*/) {}
+  static constexpr __device__ int first() { return 0; }
   static __device__ __forceinline__ int place(int block) { return block; }
   static __device__ __forceinline__ int place_of(int position) { return position; }
 };
@@ -160,7 +160,7 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables,
 
   item.end = max(item.position, 0) + 1;
   item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
-  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first);
+  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first());
   item.active = min(item.teams, item.ranks);
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   item.log_slice = log_slice(columns, item.active);
@@ -179,7 +179,7 @@ struct Fresh {
 // Whether this team reads the block of a position of the span.
 template <bool kPlain>
 __device__ __forceinline__ bool owns(const Item& item, const Span<kPlain>& span, int position) {
-  const int block = position / kCacheBlock - span.first;
+  const int block = position / kCacheBlock - span.first();
   return (block % item.ranks & (item.teams - 1)) == item.team;
 }
 

@@ -1,4 +1,4 @@
-// An item of attend() on tensor cores: 16-bit caches with heads of at most 128.
+// An item of attend() on tensor cores: 16-bit caches with heads of up to 128, and of 256.
 //
 // Keys and values go from memory to registers in the order in which the tensor cores want them (the
 // order of a sum's terms is free, so a lane takes 16 bytes of a key as the terms of four products),
@@ -18,6 +18,10 @@ __device__ __forceinline__ std::uint32_t transpose(std::uint32_t v) {
 
 __device__ __forceinline__ std::uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+__device__ __forceinline__ uint4 as_uint4(const std::uint32_t (&v)[4]) {
+  return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
 // A team's way through its ranks: the first of a round's blocks of positions, which lie
@@ -44,7 +48,10 @@ struct Walk {
 template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles, bool kPlain>
 struct TensorItem {
   static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
-  static constexpr int kPairs = (kKeySteps > 2 || kValueSteps > 1) ? 2 : 1;
+  static constexpr int kPairs = kKeySteps > 2 * kValueSteps ? kKeySteps / 2 : kValueSteps;
+  // Keys, values and sums of wide heads leave no registers for q.
+  static constexpr bool kWide = kKeySteps > 4;
+  static constexpr int kChains = kWide ? 2 : 1;  // of products that wait for each other
 
   const DecodeParams& p;
   const Item& item;
@@ -125,14 +132,15 @@ struct TensorItem {
   // Brings this warp's tile of a block to the second-level cache; no position is touched that does
   // not exist, as its memory may not either.
   __device__ __forceinline__ void fetch(int block) const {
+    fetch(block, keys, key_dim);
+    fetch(block, values, value_dim);
+  }
+  __device__ __forceinline__ void fetch(int block, const T* of, int dim) const {
     if (block >= item.blocks) return;
-    const int rows = min(item.end - tile_base(block), 16);
-    const int line = (team_thread() & 31) * 128;
-    constexpr int kWidth = static_cast<int>(sizeof(T));
-    const auto* k = reinterpret_cast<const char*>(keys + tile_row(block) * key_dim);
-    for (int i = line; i < rows * key_dim * kWidth; i += 32 * 128) prefetch(k + i);
-    const auto* v = reinterpret_cast<const char*>(values + tile_row(block) * value_dim);
-    for (int i = line; i < rows * value_dim * kWidth; i += 32 * 128) prefetch(v + i);
+    const int bytes = min(item.end - tile_base(block), 16) * dim * static_cast<int>(sizeof(T));
+    const auto* tile = reinterpret_cast<const char*>(of + tile_row(block) * dim);
+#pragma unroll 1
+    for (int i = (team_thread() & 31) * 128; i < bytes; i += 32 * 128) prefetch(tile + i);
   }
   // What load_keys() left out: positions of the span from fresh.low on.
   __device__ __forceinline__ bool left_out(int position) const {
@@ -175,47 +183,97 @@ struct TensorItem {
     }
   }
 
-  __device__ __forceinline__ void load_q(std::uint32_t (&high)[kKeySteps][4],
-                                         std::uint32_t (&low)[kKeySteps][4]) const {
-    const float* q = memory.q + r * (key_dim + kMergePad);
+  // Dims 32 s + 8 j + 0..7 of head r, the terms of products 2s and 2s + 1.
+  struct QueryStep {
+    std::uint32_t high[4];
+    std::uint32_t low[4];
+  };
+  struct Query {
+    QueryStep step[kWide ? 1 : kKeySteps];
+    const uint4* high;  // of wide heads
+    const uint4* low;
+  };
+  __device__ __forceinline__ QueryStep split_query(int s) const {
+    const float* q = memory.q + r * (key_dim + kMergePad) + 32 * s + 8 * j;
+    QueryStep step;
 #pragma unroll
-    for (int s = 0; s < kKeySteps; ++s) {
+    for (int i = 0; i < 4; i += 2) {
+      float4 v = {};
+      if (r < item.heads && key_inside(s)) v = *reinterpret_cast<const float4*>(q + 2 * i);
+      const SplitPair a = split<T>(v.x, v.y);
+      const SplitPair b = split<T>(v.z, v.w);
+      step.high[i] = a.high;
+      step.low[i] = a.low;
+      step.high[i + 1] = b.high;
+      step.low[i + 1] = b.low;
+    }
+    return step;
+  }
+  // The parts of wide heads take the place of q in shared memory: [head, step, 2, j] of 16 bytes,
+  // the high part first in even heads and the low one in odd heads, so that a quarter of a warp
+  // reads all banks. A head that there is not reads the last one's.
+  __device__ __forceinline__ Query load_query() const {
+    Query query;
+    if constexpr (kWide) {
+      constexpr int kEach = kKeySteps / kItemWarps;
+      const int first = team_thread() / 32 * kEach;
+      QueryStep step[kEach];
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        float4 v = {};
-        if (r < item.heads && key_inside(s)) {
-          v = *reinterpret_cast<const float4*>(q + 32 * s + 8 * j + 2 * i);
+      for (int i = 0; i < kEach; ++i) step[i] = split_query(first + i);
+      team_sync();  // all of q has been read
+      const int head = min(r, item.heads - 1);
+      uint4* parts = reinterpret_cast<uint4*>(memory.q) + head * kKeySteps * 8 + j;
+      uint4* high = parts + 4 * (head & 1);
+      uint4* low = parts + 4 - 4 * (head & 1);
+      if (r == head) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          high[8 * (first + i)] = as_uint4(step[i].high);
+          low[8 * (first + i)] = as_uint4(step[i].low);
         }
-        const SplitPair a = split<T>(v.x, v.y);
-        const SplitPair b = split<T>(v.z, v.w);
-        high[s][i] = a.high;
-        low[s][i] = a.low;
-        high[s][i + 1] = b.high;
-        low[s][i + 1] = b.low;
       }
+      team_sync();
+      query.high = high;
+      query.low = low;
+    } else {
+#pragma unroll
+      for (int s = 0; s < kKeySteps; ++s) query.step[s] = split_query(s);
+    }
+    return query;
+  }
+  static __device__ __forceinline__ QueryStep query_step(const Query& query, int s) {
+    if constexpr (kWide) {
+      const uint4 high = query.high[8 * s];
+      const uint4 low = query.low[8 * s];
+      return {{high.x, high.y, high.z, high.w}, {low.x, low.y, low.z, low.w}};
+    } else {
+      return query.step[s];
     }
   }
 
-  // Two sums, so that products of the high and low parts of q do not wait for each other.
+  // Several sums, so that products of the high and low parts of q do not wait for each other.
   static __device__ __forceinline__ void multiply_keys(float (&scores)[4],
                                                        const uint4 (&k)[kKeySteps][2],
-                                                       const std::uint32_t (&high)[kKeySteps][4],
-                                                       const std::uint32_t (&low)[kKeySteps][4]) {
-    float rest[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scores[i] = 0;
+                                                       const Query& query) {
+    float high[kChains][4] = {};
+    float low[kChains][4] = {};
 #pragma unroll
     for (int s = 0; s < kKeySteps; ++s) {
+      const QueryStep q = query_step(query, s);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const std::uint32_t a[4] = {word(k[s][0], i), word(k[s][1], i), word(k[s][0], i + 1),
                                     word(k[s][1], i + 1)};
-        mma<T>(scores, a, high[s][i], high[s][i + 1]);
-        mma<T>(rest, a, low[s][i], low[s][i + 1]);
+        mma<T>(high[i / 2 % kChains], a, q.high[i], q.high[i + 1]);
+        mma<T>(low[i / 2 % kChains], a, q.low[i], q.low[i + 1]);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[i] += rest[i];
+    for (int i = 0; i < 4; ++i) {
+      scores[i] = high[0][i] + low[0][i];
+#pragma unroll
+      for (int chain = 1; chain < kChains; ++chain) scores[i] += high[chain][i] + low[chain][i];
+    }
   }
   static __device__ __forceinline__ void add_values(float (&sums)[kValueSteps][4][4],
                                                     const uint4 (&v)[kValueSteps][4],
@@ -239,11 +297,12 @@ struct TensorItem {
   __device__ __forceinline__ void run(const Tables& tables, const Wait& wait) const {
     uint4 k[kTiles][kKeySteps][2];
     uint4 v[kTiles][kValueSteps][4];
-    Walk at{item.team, span.first + item.team};
+    Walk at{item.team, span.first() + item.team};
     HeadConstants<kPairs> constants;
     if (p.fused) {
       // Positions before the step: no kernel that may still run writes them.
       load_first(k, v, at);
+      if constexpr (kWide) fetch(at.block, values, value_dim);
       constants.load(p);
       place_fresh(tables, fresh, memory);
     }
@@ -258,9 +317,8 @@ struct TensorItem {
     wait();
     if (!p.fused) load_first(k, v, at);
     prepare_item<T, kPairs>(p, item, tables, fresh, memory, constants);
-    std::uint32_t q_high[kKeySteps][4];
-    std::uint32_t q_low[kKeySteps][4];
-    load_q(q_high, q_low);
+    if constexpr (kWide) load_first_values(v, at);  // before, heads need the registers
+    const Query query = load_query();
 
     const float scale = p.attention.scale * kLog2e;
     float sums[kValueSteps][4][4] = {};
@@ -269,7 +327,7 @@ struct TensorItem {
 #pragma unroll 1
     for (;;) {
       Walk next = at;
-      const bool last = next.next(item, span.first, kTiles);
+      const bool last = next.next(item, span.first(), kTiles);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) fetch(at.block + (kAhead * kTiles + u) * item.ranks);
       float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
@@ -279,7 +337,7 @@ struct TensorItem {
         const int base = tile_base(at.block + u * item.ranks);
         if (base < item.end) {
           if (base + 15 >= fresh.low) add_fresh_keys(k[u], base);
-          multiply_keys(scores[u], k[u], q_high, q_low);
+          multiply_keys(scores[u], k[u], query);
         }
         load_keys(k[u], next.block + u * item.ranks);
 #pragma unroll
@@ -355,6 +413,10 @@ struct TensorItem {
                                              const Walk& at) const {
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) load_keys(k[u], at.block + u * item.ranks);
+    if constexpr (!kWide) load_first_values(v, at);
+  }
+  __device__ __forceinline__ void load_first_values(uint4 (&v)[kTiles][kValueSteps][4],
+                                                    const Walk& at) const {
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) load_values(v[u], at.block + u * item.ranks);
   }
