@@ -652,6 +652,92 @@ TEST(Attend, SmallShapesMatchDoublePrecision) {
   }
 }
 
+// --- Heads of 256, which have a kernel of their own on tensor cores. ---
+
+// `group` heads on each kv head, more than eight of them in two parts.
+Shape wide(DType dtype, int group, int kv_heads, int capacity) {
+  Shape shape;
+  shape.dtype = dtype;
+  shape.heads = group * kv_heads;
+  shape.kv_heads = kv_heads;
+  shape.key_dim = shape.value_dim = 256;
+  shape.capacity = capacity;
+  shape.norms = group == 4;
+  shape.style = group == 1 ? RopeStyle::kInterleaved : RopeStyle::kHalf;
+  if (group == 8) shape.turned = 64;
+  return shape;
+}
+
+// Tokens on both sides of a block's end, of where a rank has a second block and of where all have;
+// a run whose first tokens are split into fewer ranks than its last ones.
+TEST(Attend, WideHeadsMatchDoublePrecision) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int group : {1, 3, 4, 8, 12}) {
+      for (const bool sinks : {false, true}) {
+        if (sinks && group != 4) continue;
+        Shape shape = wide(dtype, group, group == 8 ? 2 : 1, 4160);
+        shape.sinks = sinks;
+        shape.slots = 12;
+        std::vector<Lane> lanes = {{0, {-1}}};
+        for (const int position : {0, 15, 63, 64, 1023, 1024, 1087, 2047, 2048, 4159}) {
+          lanes.push_back({static_cast<int>(lanes.size()), {position}});
+        }
+        lanes.push_back(run_of(11, 930, 40));
+        lanes.back().positions.push_back(-1);
+        check_decode(shape, lanes, 64);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(Attend, SmallWideHeadsMatchDoublePrecision) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int group : {1, 4, 8}) {
+      for (const int window : {0, 70}) {
+        Shape shape = wide(dtype, group, 1, 192);
+        shape.slots = 3;
+        shape.window = window;
+        shape.sinks = window > 0 && group == 4;
+        check_decode(shape, {run_of(2, 62, 4), {1, {-1}}, {0, {150}}}, 8);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Steps of one token, of a few and of as many as the class has.
+TEST(Attend, WideHeadsInStepsOfAnySizeGiveTheSameBits) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const auto& [group, window] : {std::pair{1, 0}, {4, 0}, {8, 0}, {4, 512}, {8, 90}}) {
+      Shape shape = wide(dtype, group, 1, window > 0 ? 640 : 1216);
+      shape.slots = 2;
+      shape.window = window;
+      const int start = 1090;
+      const int count = 64;
+      const auto width = static_cast<std::size_t>(shape.heads * shape.value_dim);
+      Layer layer(shape, {{1, start}, {0, 130}});
+      const Result whole = run(layer, {run_of(1, start, count)}, 64, Route::kFused);
+      for (const int size : {1, 2, 5, 17, 33}) {
+        layer.reset();
+        for (int done = 0; done < count; done += size) {
+          const int now = std::min(size, count - done);
+          const Step step(layer, {{0, {-1, 130}}, run_of(1, start + done, now)}, now + 7);
+          Launch on;
+          on.sms = multiprocessors();
+          launch(step, done % 3 == 0 ? Route::kSeparate : Route::kFused, on);
+          ok(cudaDeviceSynchronize());
+          const std::vector<float> out = step.read_out();
+          ASSERT_TRUE(same_bits(out.data() + 2 * width,
+                                whole.out.data() + static_cast<std::size_t>(done) * width,
+                                static_cast<std::size_t>(now) * width))
+              << shape.name() << " from " << start + done << " in steps of " << size;
+        }
+      }
+    }
+  }
+}
+
 // --- Windows and sinks. ---
 
 // A ring as the engine makes it, for steps of up to `tokens` of a row.
@@ -782,7 +868,9 @@ TEST(Attend, AloneAndTogetherGiveTheSameBits) {
                                                     {DType::kF32, 4, 2, 64},
                                                     {DType::kI8, 4, 2, 64},
                                                     {DType::kF8E4M3, 2, 1, 128},
-                                                    {DType::kF16, 2, 2, 256}}) {
+                                                    {DType::kF16, 2, 2, 256},
+                                                    {DType::kF16, 16, 2, 256},
+                                                    {DType::kBF16, 4, 1, 256}}) {
     Shape shape;
     shape.dtype = dtype;
     shape.heads = heads;
@@ -931,6 +1019,8 @@ TEST(Attend, DependentLaunchesAgree) {
   check_dependent(shape);
   shape.dtype = DType::kI8;
   check_dependent(shape);
+  check_dependent(wide(DType::kBF16, 4, 1, 1024));
+  check_dependent(wide(DType::kF16, 8, 2, 1024));
 }
 
 // A head that is not finite has the scale NaN, and a head of zeros stays zeros.
@@ -1089,13 +1179,10 @@ double microseconds(int count, const std::function<void(const Launch&, int)>& ea
   return best;
 }
 
-TEST(AttentionTiming, OneToken) {
-  Shape shape;
-  shape.heads = 32;
-  shape.kv_heads = 8;
-  shape.capacity = 16384;
+void time_one_token(Shape shape, std::initializer_list<int> contexts) {
+  shape.capacity = *std::max_element(contexts.begin(), contexts.end());
   shape.slots = 4;  // in turn, so that the second-level cache does not hold all
-  for (int context : {64, 128, 192, 512, 4096, 16384}) {
+  for (int context : contexts) {
     std::vector<std::pair<int, int>> lengths;
     for (int row = 0; row < 4; ++row) lengths.emplace_back(row, 64);
     Layer layer(shape, lengths);
@@ -1109,13 +1196,25 @@ TEST(AttentionTiming, OneToken) {
     });
     const double plain = microseconds(
         100, [&](const Launch& on, int i) { attend(steps[std::size_t(i % 4)].args, nullptr, on); });
-    std::printf("[ TIME     ] attend, context %5d: %.2f us fused, %.2f us after finish_heads\n",
-                context, fused, plain);
+    std::printf("[ TIME     ] %s, context %5d: %.2f us fused, %.2f us after finish_heads\n",
+                shape.name().c_str(), context, fused, plain);
   }
 }
 
+TEST(AttentionTiming, OneToken) {
+  Shape shape;
+  shape.heads = 32;
+  shape.kv_heads = 8;
+  time_one_token(shape, {64, 128, 192, 512, 4096, 16384});
+}
+
+TEST(AttentionTiming, OneTokenOfWideHeads) {
+  time_one_token(wide(DType::kBF16, 4, 1, 0), {64, 512, 4096, 32000});
+  time_one_token(wide(DType::kBF16, 8, 2, 0), {64, 512, 4096, 32000});
+}
+
 TEST(AttentionTiming, Chunk) {
-  for (int dim : {64, 128}) {
+  for (int dim : {64, 128, 256}) {
     Shape shape;
     shape.heads = 32;
     shape.kv_heads = 8;
