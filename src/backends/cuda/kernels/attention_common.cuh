@@ -187,7 +187,16 @@ __device__ __forceinline__ float* value_scales(const LayerCacheView& cache, int 
   return reinterpret_cast<float*>(value_slot<std::byte>(cache, row) + elements);
 }
 
-// 16 bytes past the first-level cache (see load_activation), or zeros.
+// 16 bytes past the first-level cache (see load_activation).
+__device__ __forceinline__ uint4 load_cache(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+// The same, or zeros.
 __device__ __forceinline__ uint4 load_cache_if(const void* p, bool wanted) {
   uint4 v;
   asm volatile(
