@@ -655,7 +655,7 @@ TEST(Attend, SmallShapesMatchDoublePrecision) {
 // --- Heads of 256, which have a kernel of their own on tensor cores. ---
 
 // `group` heads on each kv head, more than eight of them in two parts.
-Shape wide(DType dtype, int group, int kv_heads, int capacity) {
+Shape wide_shape(DType dtype, int group, int kv_heads, int capacity) {
   Shape shape;
   shape.dtype = dtype;
   shape.heads = group * kv_heads;
@@ -675,7 +675,7 @@ TEST(Attend, WideHeadsMatchDoublePrecision) {
     for (const int group : {1, 3, 4, 8, 12}) {
       for (const bool sinks : {false, true}) {
         if (sinks && group != 4) continue;
-        Shape shape = wide(dtype, group, group == 8 ? 2 : 1, 4160);
+        Shape shape = wide_shape(dtype, group, group == 8 ? 2 : 1, 4160);
         shape.sinks = sinks;
         shape.slots = 12;
         std::vector<Lane> lanes = {{0, {-1}}};
@@ -695,7 +695,7 @@ TEST(Attend, SmallWideHeadsMatchDoublePrecision) {
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const int group : {1, 4, 8}) {
       for (const int window : {0, 70}) {
-        Shape shape = wide(dtype, group, 1, 192);
+        Shape shape = wide_shape(dtype, group, 1, 192);
         shape.slots = 3;
         shape.window = window;
         shape.sinks = window > 0 && group == 4;
@@ -710,7 +710,7 @@ TEST(Attend, SmallWideHeadsMatchDoublePrecision) {
 TEST(Attend, WideHeadsInStepsOfAnySizeGiveTheSameBits) {
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const auto& [group, window] : {std::pair{1, 0}, {4, 0}, {8, 0}, {4, 512}, {8, 90}}) {
-      Shape shape = wide(dtype, group, 1, window > 0 ? 640 : 1216);
+      Shape shape = wide_shape(dtype, group, 1, window > 0 ? 640 : 1216);
       shape.slots = 2;
       shape.window = window;
       const int start = 1090;
@@ -1019,8 +1019,8 @@ TEST(Attend, DependentLaunchesAgree) {
   check_dependent(shape);
   shape.dtype = DType::kI8;
   check_dependent(shape);
-  check_dependent(wide(DType::kBF16, 4, 1, 1024));
-  check_dependent(wide(DType::kF16, 8, 2, 1024));
+  check_dependent(wide_shape(DType::kBF16, 4, 1, 1024));
+  check_dependent(wide_shape(DType::kF16, 8, 2, 1024));
 }
 
 // A head that is not finite has the scale NaN, and a head of zeros stays zeros.
@@ -1209,8 +1209,8 @@ TEST(AttentionTiming, OneToken) {
 }
 
 TEST(AttentionTiming, OneTokenOfWideHeads) {
-  time_one_token(wide(DType::kBF16, 4, 1, 0), {64, 512, 4096, 32000});
-  time_one_token(wide(DType::kBF16, 8, 2, 0), {64, 512, 4096, 32000});
+  time_one_token(wide_shape(DType::kBF16, 4, 1, 0), {64, 512, 4096, 32000});
+  time_one_token(wide_shape(DType::kBF16, 8, 2, 0), {64, 512, 4096, 32000});
 }
 
 TEST(AttentionTiming, Chunk) {

@@ -102,8 +102,8 @@ struct TensorItem {
     return 2 * j + (i & 1) + 4 * (i & 2);
   }
 
-  // Whether all positions of a tile, rows [least, limit) of it, are to be loaded: nearly always,
-  // and registers that need no zeros first save wide heads an eighth of the loop's instructions.
+  // Whether rows [least, limit) of a tile are all of it: nearly always, and then no register needs
+  // a zero first. Narrow heads have few enough to load.
   static __device__ __forceinline__ bool whole(int limit, int least) {
     return kWide && limit >= 16 && (kPlain || least <= 0);
   }
