@@ -309,11 +309,12 @@ __device__ __forceinline__ Turns<N> make_turns(const float (&frequencies)[N], in
   return turns;
 }
 template <int N>
-__device__ __forceinline__ void load_frequencies(float (&frequencies)[N], const HeadsArgs& args) {
+__device__ __forceinline__ void load_frequencies(float (&frequencies)[N],
+                                                 const float* inverse_frequencies, int turned) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const int pair = (static_cast<int>(threadIdx.x) & 31) + 32 * n;
-    frequencies[n] = pair < args.turned / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
+    frequencies[n] = pair < turned / 2 ? __ldg(inverse_frequencies + pair) : 0.0F;
   }
 }
 

@@ -78,10 +78,11 @@ DecodeKernel kernel_for(int key_dim, int value_dim) {
   const int most = std::max(key_dim, value_dim);
   if (key_dim == 256 && value_dim == 256) return attend_tensor<T, 8, 4, true, 1, kPlain>;
   if (most > 128) return general_kernel<T, kPlain>(most);
-  if (key_dim == 64 && value_dim == 64) return attend_tensor<T, 2, 1, true, 2, kPlain>;
-  if (key_dim == 128 && value_dim == 128) return attend_tensor<T, 4, 2, true, 1, kPlain>;
-  if (most <= 64) return attend_tensor<T, 2, 1, false, 2, kPlain>;
-  return attend_tensor<T, 4, 2, false, 1, kPlain>;
+  if (key_dim == 64 && value_dim == 64) return attend_tensor<T, 2, 1, true, tiles_of(64), kPlain>;
+  if (key_dim == 128 && value_dim == 128)
+    return attend_tensor<T, 4, 2, true, tiles_of(128), kPlain>;
+  if (most <= 64) return attend_tensor<T, 2, 1, false, tiles_of(64), kPlain>;
+  return attend_tensor<T, 4, 2, false, tiles_of(128), kPlain>;
 }
 
 template <bool kPlain>

@@ -91,11 +91,11 @@ struct GeneralItem {
           *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }
-      end_rank<kPlain>(p, cache.value_dim, memory, rank);
+      end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory, rank);
       team_sync();  // the warps' results have been read
     }
     store_fresh<kPlain>(p, fresh, memory);
-    add_parts<kPlain>(p, cache.value_dim, memory);
+    add_parts<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory);
   }
 
   // Positions from `base` on, below `end`; `position` lies where position + moved does.

@@ -28,9 +28,39 @@ inline constexpr int kItemHeads = 8;  // of one group that an item serves
 inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
 inline constexpr int kMostRanks = 16;
 
+// What attend() needs of AttentionArgs and HeadsArgs, each thing once: the first read of every 64
+// bytes of a kernel's parameters costs as much as one of memory.
 struct alignas(16) DecodeParams {
-  AttentionArgs attention;
-  HeadsArgs heads;
+  struct StepTables {
+    const StepCounts* counts = nullptr;
+    const std::int32_t* position = nullptr;
+    const std::int32_t* lane_of = nullptr;
+    const std::int32_t* row_of = nullptr;
+  };
+  struct Attention {
+    StepTables state;
+    LayerCacheView cache;
+    const float* q = nullptr;
+    float* out = nullptr;
+    const float* sinks = nullptr;
+    int heads = 0;
+    float scale = 1;
+  };
+  struct Heads {
+    const float* q = nullptr;
+    const float* k = nullptr;
+    const float* v = nullptr;
+    const float* q_norm = nullptr;
+    const float* k_norm = nullptr;
+    const float* inverse_frequencies = nullptr;
+    float q_norm_eps = 0;
+    float k_norm_eps = 0;
+    float attention_factor = 1;
+    int turned = 0;
+    RopeStyle style = RopeStyle::kHalf;
+  };
+  Attention attention;
+  Heads heads;
   bool fused = false;   // heads are to be finished here
   int first = 0;        // first token of the launch
   int tokens = 1;       // of the launch, <= kDecodeTokens
@@ -52,11 +82,17 @@ __device__ __forceinline__ void team_sync() {
   }
 }
 
-// Columns (of four floats) of an item that one team adds up, when `active` share them.
+// Columns (of four floats) of an item that one team adds up, when `active` share them: the least
+// power of two that is enough.
 __host__ __device__ inline int log_slice(int columns, int active) {
+#ifdef __CUDA_ARCH__
+  const int log = max(__clz(active) - __clz(columns), 0);
+  return active << log < columns ? log + 1 : log;
+#else
   int log = 0;
   while (active << log < columns) ++log;
   return log;
+#endif
 }
 
 // From which position on a token attends, and where blocks lie: a layer with a window is a ring of
@@ -118,12 +154,24 @@ struct Item {
   int targets;    // teams that do
 };
 
+// What the position of an item's token decides. `value_dim` is that of the cache.
+template <bool kPlain>
+__device__ __forceinline__ void set_extent(const DecodeParams& p, int value_dim, Item& item) {
+  item.end = max(item.position, 0) + 1;
+  item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
+  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first());
+  item.active = min(item.teams, item.ranks);
+  const int columns = item.heads * (value_dim / 4);
+  item.log_slice = log_slice(columns, item.active);
+  item.targets = (columns + (1 << item.log_slice) - 1) >> item.log_slice;
+}
+
 // Row tables are padded to 128 bytes, so the row of any of 32 lanes is read before it is known
 // which one is needed.
 template <bool kPlain>
 __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables, int index,
                                           int team) {
-  const StepState& s = p.attention.state;
+  const DecodeParams::StepTables& s = p.attention.state;
   const int lane = team_thread() & 31;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -158,13 +206,7 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables,
   if (item.token >= live) item.position = -2;
   if (item.lane >= 32 && item.position >= 0) item.row = __ldcg(s.row_of + item.lane);
 
-  item.end = max(item.position, 0) + 1;
-  item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
-  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first());
-  item.active = min(item.teams, item.ranks);
-  const int columns = item.heads * (p.attention.cache.value_dim / 4);
-  item.log_slice = log_slice(columns, item.active);
-  item.targets = (columns + (1 << item.log_slice) - 1) >> item.log_slice;
+  set_extent<kPlain>(p, p.attention.cache.value_dim, item);
   return item;
 }
 
@@ -176,11 +218,12 @@ struct Fresh {
   unsigned member[2] = {0, 0};  // tokens, in the order of their places in shared memory
 };
 
-// Whether this team reads the block of a position of the span.
+// Whether this team reads the block of a position of the span: there are kMostRanks ranks, or fewer
+// and one block each.
 template <bool kPlain>
 __device__ __forceinline__ bool owns(const Item& item, const Span<kPlain>& span, int position) {
-  const int block = position / kCacheBlock - span.first();
-  return (block % item.ranks & (item.teams - 1)) == item.team;
+  const int rank = (position / kCacheBlock - span.first()) & (kMostRanks - 1);
+  return (rank & (item.teams - 1)) == item.team;
 }
 
 template <bool kPlain>
@@ -318,6 +361,10 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, 
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Without an order of memory, for which a fence has to care.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -331,7 +378,7 @@ __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  cluster_arrive();
+  cluster_arrive_relaxed();  // what it tells of is behind the fence
 }
 // Once the item is known: how many bytes this team will receive.
 template <typename T>
@@ -372,8 +419,29 @@ inline DecodeParams decode_params(const AttentionArgs& args, const HeadsArgs* he
                                   int tokens, int log_cluster) {
   const LayerCacheView& cache = args.cache;
   DecodeParams p;
-  p.attention = args;
-  if (heads) p.heads = *heads;
+  p.attention = {.state = {.counts = args.state.counts,
+                           .position = args.state.position,
+                           .lane_of = args.state.lane_of,
+                           .row_of = args.state.row_of},
+                 .cache = cache,
+                 .q = args.q,
+                 .out = args.out,
+                 .sinks = args.sinks,
+                 .heads = args.heads,
+                 .scale = args.scale};
+  if (heads) {
+    p.heads = {.q = heads->q,
+               .k = heads->k,
+               .v = heads->v,
+               .q_norm = heads->q_norm,
+               .k_norm = heads->k_norm,
+               .inverse_frequencies = heads->inverse_frequencies,
+               .q_norm_eps = heads->q_norm_eps,
+               .k_norm_eps = heads->k_norm_eps,
+               .attention_factor = heads->attention_factor,
+               .turned = heads->turned,
+               .style = heads->style};
+  }
   p.fused = heads != nullptr;
   p.first = first;
   p.tokens = tokens;
@@ -397,7 +465,7 @@ struct HeadConstants {
 
   __device__ __forceinline__ void load(const DecodeParams& p) {
     const int key_dim = p.attention.cache.key_dim;
-    load_frequencies<N>(frequencies, p.heads);
+    load_frequencies<N>(frequencies, p.heads.inverse_frequencies, p.heads.turned);
     q_norm = load_norm<N>(p.heads.q_norm, key_dim, p.heads.style, p.heads.turned / 2);
     k_norm = load_norm<N>(p.heads.k_norm, key_dim, p.heads.style, p.heads.turned / 2);
   }

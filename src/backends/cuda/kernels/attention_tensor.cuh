@@ -40,6 +40,9 @@ struct Walk {
   }
 };
 
+// Blocks that a warp takes at a time, which is part of the order of sums.
+constexpr int tiles_of(int dim) { return dim <= 64 ? 2 : 1; }
+
 // An item on tensor cores. A warp takes 16 of a block's positions, kTiles blocks at a time. With
 // lane = 4 r + j, scores^T [16 positions, 8 heads] = K q^T: the lane holds dims 32 s + 8 j + 0..7
 // of keys r and r + 8, which are terms 2j, 2j+1, 2j+8, 2j+9 of products 2s and 2s + 1. sums^T
@@ -302,9 +305,51 @@ struct TensorItem {
       for (int chain = 1; chain < kChains; ++chain) scores[i] += high[chain][i] + low[chain][i];
     }
   }
+  // The sums so far, to the largest of this lane's scores and those of the warp's other lanes.
+  static __device__ __forceinline__ void rescale(float (&best)[2], float (&most)[2],
+                                                 float (&total)[2],
+                                                 float (&sums)[kValueSteps][4][4]) {
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int offset = 4; offset < 32; offset <<= 1) {
+        best[i] = fmaxf(best[i], __shfl_xor_sync(kAllLanes, best[i], offset));
+      }
+      factor[i] = exp2_approx(most[i] - best[i]);
+      most[i] = best[i];
+      total[i] = __fmul_rn(total[i], factor[i]);
+    }
+#pragma unroll
+    for (int s = 0; s < kValueSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[s][i][c] *= factor[c & 1];
+      }
+    }
+  }
+  // Of positions 2j, 2j + 1 and 2j + 8, 2j + 9, for head r.
+  struct Weights {
+    SplitPair first;
+    SplitPair second;
+  };
+  static __device__ __forceinline__ Weights weigh(const float (&scores)[4], const float (&most)[2],
+                                                  float (&total)[2]) {
+    float w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      w[i] = exp2_approx(scores[i] - most[i & 1]);
+      total[i & 1] = __fadd_rn(total[i & 1], w[i]);
+    }
+    const SplitPair first = split<T>(w[0], w[1]);
+    const SplitPair second = split<T>(w[2], w[3]);
+    return {{transpose(first.high), transpose(first.low)},
+            {transpose(second.high), transpose(second.low)}};
+  }
   static __device__ __forceinline__ void add_values(float (&sums)[kValueSteps][4][4],
                                                     const uint4 (&v)[kValueSteps][4],
-                                                    const SplitPair& w0, const SplitPair& w1) {
+                                                    const Weights& w) {
 #pragma unroll
     for (int s = 0; s < kValueSteps; ++s) {
 #pragma unroll
@@ -313,8 +358,8 @@ struct TensorItem {
                                     __byte_perm(word(v[s][0], i), word(v[s][1], i), 0x7632),
                                     __byte_perm(word(v[s][2], i), word(v[s][3], i), 0x5410),
                                     __byte_perm(word(v[s][2], i), word(v[s][3], i), 0x7632)};
-        mma<T>(sums[s][i], a, w0.high, w1.high);
-        mma<T>(sums[s][i], a, w0.low, w1.low);
+        mma<T>(sums[s][i], a, w.first.high, w.second.high);
+        mma<T>(sums[s][i], a, w.first.low, w.second.low);
       }
     }
   }
@@ -375,47 +420,20 @@ struct TensorItem {
           best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
         }
       }
-      float factor[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int offset = 4; offset < 32; offset <<= 1) {
-          best[i] = fmaxf(best[i], __shfl_xor_sync(kAllLanes, best[i], offset));
-        }
-        factor[i] = exp2_approx(most[i] - best[i]);
-        most[i] = best[i];
-        total[i] *= factor[i];
-      }
-#pragma unroll
-      for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) sums[s][i][c] *= factor[c & 1];
-        }
-      }
+      rescale(best, most, total, sums);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
         const int base = tile_base(at.block + u * item.ranks);
         if (base < item.end) {
-          float w[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            w[i] = exp2_approx(scores[u][i] - most[i & 1]);
-            total[i & 1] += w[i];
-          }
-          SplitPair w0 = split<T>(w[0], w[1]);
-          SplitPair w1 = split<T>(w[2], w[3]);
-          w0 = {transpose(w0.high), transpose(w0.low)};
-          w1 = {transpose(w1.high), transpose(w1.low)};
+          const Weights w = weigh(scores[u], most, total);
           if (base + 15 >= fresh.low) add_fresh_values(v[u], base);
-          add_values(sums, v[u], w0, w1);
+          add_values(sums, v[u], w);
         }
         load_values(v[u], next.block + u * item.ranks);
       }
       if (last) {
         store(sums, most, total);
-        end_rank<kPlain>(p, value_dim, memory, at.rank);
+        end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory, at.rank);
         if (next.block == item.blocks) break;
         team_sync();  // the warps' results have been read
 #pragma unroll
@@ -432,7 +450,7 @@ struct TensorItem {
       at = next;
     }
     store_fresh<kPlain>(p, fresh, memory);
-    add_parts<kPlain>(p, value_dim, memory);
+    add_parts<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory);
   }
 
   __device__ __forceinline__ void load_first(uint4 (&k)[kTiles][kKeySteps][2],
