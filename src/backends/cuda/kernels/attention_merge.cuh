@@ -34,13 +34,14 @@ __device__ __forceinline__ void add_to(float4& sum, float4 v) {
   sum.w = __fadd_rn(sum.w, v.w);
 }
 
-// A column of the result, of this head.
+// A column of the result, of this head; stored if `real`.
 template <bool kPlain>
 __device__ __forceinline__ void store_column(const DecodeParams& p, const Item& item, int head,
-                                             float4* to, float4 sum, float2 score) {
+                                             float4* to, float4 sum, float2 score, bool real) {
   const float* sinks = kPlain ? nullptr : p.attention.sinks;
   const float inverse = 1.0F / with_sink(sinks, item.head + head, score.x, score.y);
-  *to = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+  sum = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+  if (real) *to = sum;
 }
 
 // Largest score of a head over the warps, and the factor of each warp's sums.
@@ -104,8 +105,8 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
         send(memory.peer(shared_offset(memory.part + place), target), sum,
              memory.peer_barrier(target));
       }
-    } else if (real) {
-      store_column<kPlain>(p, item, head, out + i, sum, score);
+    } else {
+      store_column<kPlain>(p, item, head, out + i, sum, score, real);
     }
   }
 }
@@ -167,8 +168,9 @@ __device__ __forceinline__ void add_parts(const DecodeParams& p, const Item& ite
                                  __shfl_xor_sync(kAllLanes, sum[0].z, offset),
                                  __shfl_xor_sync(kAllLanes, sum[0].w, offset)));
     }
-    if (real && local < mine && lane == 0) {
-      store_column<kPlain>(p, item, head, out + first + local, sum[0], make_float2(most, total));
+    if (local < mine && lane == 0) {
+      store_column<kPlain>(p, item, head, out + first + local, sum[0], make_float2(most, total),
+                           real);
     }
   }
 }

@@ -17,12 +17,22 @@ namespace pianola::cuda {
 
 // Rope's turns and the norms' weights, for heads of kDim; from ItemMemory::k on.
 template <int kDim>
-struct HeadTables {
+struct alignas(16) HeadTables {
   Turn turns[kDim / 2];  // of the pairs, in their order
   float q_norm[kDim];
   float k_norm[kDim];
 };
 static_assert(sizeof(HeadTables<64>) == one_extra_bytes(64));
+
+// The same address, which is certainly known from here on: compilers put the arithmetic of
+// addresses next to the loads, but not what lanes tell each other.
+__device__ __forceinline__ const float* keep(const float* address) {
+  const auto bits = reinterpret_cast<std::uint64_t>(address);
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const std::uint64_t low = __shfl_sync(kAllLanes, static_cast<std::uint32_t>(bits), lane);
+  const std::uint64_t high = __shfl_sync(kAllLanes, static_cast<std::uint32_t>(bits >> 32), lane);
+  return reinterpret_cast<const float*>(high << 32 | low);
+}
 
 // The item of this thread block.
 template <int kDim, bool kPlain>
@@ -207,24 +217,33 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
 #pragma unroll
         for (int s = 0; s < kKeySteps; ++s) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            x[s][i] = __fmul_rn(__fmul_rn(x[s][i], scale), weights[32 * s + 8 * j + i]);
+          for (int i = 0; i < 8; i += 4) {
+            const float4 w = *reinterpret_cast<const float4*>(weights + 32 * s + 8 * j + i);
+            x[s][i] = __fmul_rn(__fmul_rn(x[s][i], scale), w.x);
+            x[s][i + 1] = __fmul_rn(__fmul_rn(x[s][i + 1], scale), w.y);
+            x[s][i + 2] = __fmul_rn(__fmul_rn(x[s][i + 2], scale), w.z);
+            x[s][i + 3] = __fmul_rn(__fmul_rn(x[s][i + 3], scale), w.w);
           }
         }
       }
 #pragma unroll
       for (int s = 0; s < kHalf; ++s) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          turn_pair(x[s][i], x[s + kHalf][i], tables.turns[32 * s + 8 * j + i]);
+        for (int i = 0; i < 8; i += 2) {
+          const float4 two = *reinterpret_cast<const float4*>(tables.turns + 32 * s + 8 * j + i);
+          turn_pair(x[s][i], x[s + kHalf][i], {two.x, two.y});
+          turn_pair(x[s][i + 1], x[s + kHalf][i + 1], {two.z, two.w});
         }
       }
     } else {
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          turn_pair(x[s][2 * i], x[s][2 * i + 1], tables.turns[16 * s + 4 * j + i]);
+        for (int i = 0; i < 8; i += 4) {
+          const float4 two =
+              *reinterpret_cast<const float4*>(tables.turns + 16 * s + 4 * j + i / 2);
+          turn_pair(x[s][i], x[s][i + 1], {two.x, two.y});
+          turn_pair(x[s][i + 2], x[s][i + 3], {two.z, two.w});
         }
       }
     }
@@ -296,9 +315,9 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
     const bool own =
         owns(item, span, item.position) && (item.position & (kCacheBlock - 1)) / 16 == warp;
     // A lane of a head that there is not takes the last one's.
-    const float* raw_q = p.heads.q + (item.head + min(r, item.heads - 1)) * kDim + 8 * j;
-    const float* raw_k = p.heads.k + item.kv_head * kDim + 8 * j;
-    const float* raw_v = p.heads.v + item.kv_head * kDim + 8 * r;
+    const float* raw_q = keep(p.heads.q + (item.head + min(r, item.heads - 1)) * kDim + 8 * j);
+    const float* raw_k = keep(p.heads.k + item.kv_head * kDim + 8 * j);
+    const float* raw_v = keep(p.heads.v + item.kv_head * kDim + 8 * r);
     auto* out = reinterpret_cast<float4*>(p.attention.out + item.head * kDim);
 
 #pragma unroll 1
