@@ -799,6 +799,61 @@ TEST(Attend, SmallSinksMatchDoublePrecision) {
   }
 }
 
+// --- Steps of one token, which have a kernel of their own. ---
+
+// What that kernel is compiled for, with `capacity` positions or with a window of them.
+std::vector<Shape> one_token_shapes(int capacity, int window) {
+  std::vector<Shape> all;
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int dim : {64, 128}) {
+      Shape shape;
+      shape.dtype = dtype;
+      shape.key_dim = shape.value_dim = dim;
+      shape.capacity = capacity;
+      shape.attention_factor = 1.25F;
+      shape.slots = 2;
+      shape.heads = 8;
+      all.push_back(shape);
+      shape.heads = 4;
+      shape.norms = true;
+      shape.kv_heads = 1;
+      all.push_back(shape);
+      shape.heads = 6;
+      shape.norms = false;
+      shape.kv_heads = 2;
+      shape.style = RopeStyle::kInterleaved;
+      all.push_back(shape);
+      Shape ring = windowed(dtype, dim, window, 1);
+      ring.heads = 8;
+      ring.kv_heads = 1;
+      ring.norms = true;
+      all.push_back(ring);
+      ring.sinks = true;
+      ring.norms = false;
+      all.push_back(ring);
+    }
+  }
+  return all;
+}
+
+void check_one_token(const std::vector<Shape>& shapes, std::initializer_list<int> positions) {
+  for (const Shape& shape : shapes) {
+    for (const int position : positions) {
+      check_decode(shape, {{1, {position}}}, 1);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(Attend, OneTokenMatchesDoublePrecision) {
+  check_one_token(one_token_shapes(4224, 1100), {-1, 0, 1, 15, 16, 17, 63, 64, 200, 1023, 1024,
+                                                 1087, 1100, 1101, 2047, 2048, 2111, 2112, 4159});
+}
+
+TEST(Attend, SmallOneTokenMatchesDoublePrecision) {
+  check_one_token(one_token_shapes(192, 70), {-1, 0, 78, 150});
+}
+
 // A token's bits do not depend on the step, the bucket or the capacity of the ring.
 TEST(Attend, WindowsInStepsOfAnySizeGiveTheSameBits) {
   for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kI8}) {
@@ -864,6 +919,7 @@ TEST(Attend, AloneAndTogetherGiveTheSameBits) {
                                       1087, 1500, 2047, 2048, 3071, 4095, 6000, 8191};
   for (const auto& [dtype, heads, kv_heads, dim] : {std::tuple{DType::kBF16, 32, 8, 64},
                                                     {DType::kBF16, 6, 2, 128},
+                                                    {DType::kF16, 9, 3, 64},
                                                     {DType::kF16, 9, 1, 80},
                                                     {DType::kF32, 4, 2, 64},
                                                     {DType::kI8, 4, 2, 64},
@@ -876,6 +932,7 @@ TEST(Attend, AloneAndTogetherGiveTheSameBits) {
     shape.heads = heads;
     shape.kv_heads = kv_heads;
     shape.key_dim = shape.value_dim = dim;
+    if (heads % 3 == 0) shape.style = RopeStyle::kInterleaved;
     shape.capacity = 8192;
     shape.slots = static_cast<int>(positions.size());
     std::vector<Lane> lanes;
@@ -974,12 +1031,11 @@ TEST(Attend, SlotsDoNotMatter) {
 }
 
 // Launches behind each other with programmatic dependent edges, captured, give what single ones do.
-void check_dependent(const Shape& shape) {
-  const std::vector<Lane> lanes = {run_of(0, 700, 4), {3, {1000}}, {1, {-1}}, {2, {0}}};
+void check_dependent(const Shape& shape, const std::vector<Lane>& lanes, int bucket) {
   Layer layer(shape, lengths_before(lanes));
-  const Result expected = run(layer, lanes, 8, Route::kFused);
+  const Result expected = run(layer, lanes, bucket, Route::kFused);
   layer.reset();
-  const Step step(layer, lanes, 8);
+  const Step step(layer, lanes, bucket);
   cudaStream_t stream = nullptr;
   ok(cudaStreamCreate(&stream));
   Launch on;
@@ -1007,6 +1063,10 @@ void check_dependent(const Shape& shape) {
   ok(cudaStreamDestroy(stream));
 }
 
+void check_dependent(const Shape& shape) {
+  check_dependent(shape, {run_of(0, 700, 4), {3, {1000}}, {1, {-1}}, {2, {0}}}, 8);
+}
+
 TEST(Attend, DependentLaunchesAgree) {
   Shape shape;
   shape.heads = 8;
@@ -1021,6 +1081,10 @@ TEST(Attend, DependentLaunchesAgree) {
   check_dependent(shape);
   check_dependent(wide_shape(DType::kBF16, 4, 1, 1024));
   check_dependent(wide_shape(DType::kF16, 8, 2, 1024));
+  for (const Shape& one : one_token_shapes(1088, 300)) {
+    check_dependent(one, {{0, {1040}}}, 1);
+    check_dependent(one, {{1, {40}}}, 1);
+  }
 }
 
 // A head that is not finite has the scale NaN, and a head of zeros stays zeros.
@@ -1205,7 +1269,17 @@ TEST(AttentionTiming, OneToken) {
   Shape shape;
   shape.heads = 32;
   shape.kv_heads = 8;
-  time_one_token(shape, {64, 128, 192, 512, 4096, 16384});
+  time_one_token(shape, {64, 128, 192, 256, 512, 4096, 16384});
+  shape.heads = 9;
+  shape.kv_heads = 3;
+  shape.style = RopeStyle::kInterleaved;
+  time_one_token(shape, {64, 256, 4096});
+  shape.heads = 16;
+  shape.kv_heads = 8;
+  shape.key_dim = shape.value_dim = 128;
+  shape.style = RopeStyle::kHalf;
+  shape.norms = true;
+  time_one_token(shape, {64, 256, 4096});
 }
 
 TEST(AttentionTiming, OneTokenOfWideHeads) {
