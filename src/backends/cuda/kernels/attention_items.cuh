@@ -18,7 +18,7 @@
 #include <climits>
 
 #include "backends/cuda/kernels/attention_common.cuh"
-#include "backends/cuda/kernels/attention_params.h"
+#include "backends/cuda/kernels/attention_params.cuh"
 
 namespace pianola::cuda {
 
