@@ -652,6 +652,92 @@ TEST(Attend, SmallShapesMatchDoublePrecision) {
   }
 }
 
+// --- Heads of 256, which have a kernel of their own on tensor cores. ---
+
+// `group` heads on each kv head, more than eight of them in two parts.
+Shape wide_shape(DType dtype, int group, int kv_heads, int capacity) {
+  Shape shape;
+  shape.dtype = dtype;
+  shape.heads = group * kv_heads;
+  shape.kv_heads = kv_heads;
+  shape.key_dim = shape.value_dim = 256;
+  shape.capacity = capacity;
+  shape.norms = group == 4;
+  shape.style = group == 1 ? RopeStyle::kInterleaved : RopeStyle::kHalf;
+  if (group == 8) shape.turned = 64;
+  return shape;
+}
+
+// Tokens on both sides of a block's end, of where a rank has a second block and of where all have;
+// a run whose first tokens are split into fewer ranks than its last ones.
+TEST(Attend, WideHeadsMatchDoublePrecision) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int group : {1, 3, 4, 8, 12}) {
+      for (const bool sinks : {false, true}) {
+        if (sinks && group != 4) continue;
+        Shape shape = wide_shape(dtype, group, group == 8 ? 2 : 1, 4160);
+        shape.sinks = sinks;
+        shape.slots = 12;
+        std::vector<Lane> lanes = {{0, {-1}}};
+        for (const int position : {0, 15, 63, 64, 1023, 1024, 1087, 2047, 2048, 4159}) {
+          lanes.push_back({static_cast<int>(lanes.size()), {position}});
+        }
+        lanes.push_back(run_of(11, 930, 40));
+        lanes.back().positions.push_back(-1);
+        check_decode(shape, lanes, 64);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(Attend, SmallWideHeadsMatchDoublePrecision) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int group : {1, 4, 8}) {
+      for (const int window : {0, 70}) {
+        Shape shape = wide_shape(dtype, group, 1, 192);
+        shape.slots = 3;
+        shape.window = window;
+        shape.sinks = window > 0 && group == 4;
+        check_decode(shape, {run_of(2, 62, 4), {1, {-1}}, {0, {150}}}, 8);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Steps of one token, of a few and of as many as the class has.
+TEST(Attend, WideHeadsInStepsOfAnySizeGiveTheSameBits) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const auto& [group, window] : {std::pair{1, 0}, {4, 0}, {8, 0}, {4, 512}, {8, 90}}) {
+      Shape shape = wide_shape(dtype, group, 1, window > 0 ? 640 : 1216);
+      shape.slots = 2;
+      shape.window = window;
+      const int start = 1090;
+      const int count = 64;
+      const auto width = static_cast<std::size_t>(shape.heads * shape.value_dim);
+      Layer layer(shape, {{1, start}, {0, 130}});
+      const Result whole = run(layer, {run_of(1, start, count)}, 64, Route::kFused);
+      for (const int size : {1, 2, 5, 17, 33}) {
+        layer.reset();
+        for (int done = 0; done < count; done += size) {
+          const int now = std::min(size, count - done);
+          const Step step(layer, {{0, {-1, 130}}, run_of(1, start + done, now)}, now + 7);
+          Launch on;
+          on.sms = multiprocessors();
+          launch(step, done % 3 == 0 ? Route::kSeparate : Route::kFused, on);
+          ok(cudaDeviceSynchronize());
+          const std::vector<float> out = step.read_out();
+          ASSERT_TRUE(same_bits(out.data() + 2 * width,
+                                whole.out.data() + static_cast<std::size_t>(done) * width,
+                                static_cast<std::size_t>(now) * width))
+              << shape.name() << " from " << start + done << " in steps of " << size;
+        }
+      }
+    }
+  }
+}
+
 // --- Windows and sinks. ---
 
 // A ring as the engine makes it, for steps of up to `tokens` of a row.
@@ -711,6 +797,61 @@ TEST(Attend, SmallSinksMatchDoublePrecision) {
     check_decode(shape, {run_of(2, 62, 3), {1, {-1}}, {0, {127}}}, 8);
     if (HasFatalFailure()) return;
   }
+}
+
+// --- Steps of one token, which have a kernel of their own. ---
+
+// What that kernel is compiled for, with `capacity` positions or with a window of them.
+std::vector<Shape> one_token_shapes(int capacity, int window) {
+  std::vector<Shape> all;
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int dim : {64, 128}) {
+      Shape shape;
+      shape.dtype = dtype;
+      shape.key_dim = shape.value_dim = dim;
+      shape.capacity = capacity;
+      shape.attention_factor = 1.25F;
+      shape.slots = 2;
+      shape.heads = 8;
+      all.push_back(shape);
+      shape.heads = 4;
+      shape.norms = true;
+      shape.kv_heads = 1;
+      all.push_back(shape);
+      shape.heads = 6;
+      shape.norms = false;
+      shape.kv_heads = 2;
+      shape.style = RopeStyle::kInterleaved;
+      all.push_back(shape);
+      Shape ring = windowed(dtype, dim, window, 1);
+      ring.heads = 8;
+      ring.kv_heads = 1;
+      ring.norms = true;
+      all.push_back(ring);
+      ring.sinks = true;
+      ring.norms = false;
+      all.push_back(ring);
+    }
+  }
+  return all;
+}
+
+void check_one_token(const std::vector<Shape>& shapes, std::initializer_list<int> positions) {
+  for (const Shape& shape : shapes) {
+    for (const int position : positions) {
+      check_decode(shape, {{1, {position}}}, 1);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(Attend, OneTokenMatchesDoublePrecision) {
+  check_one_token(one_token_shapes(4224, 1100), {-1, 0, 1, 15, 16, 17, 63, 64, 200, 1023, 1024,
+                                                 1087, 1100, 1101, 2047, 2048, 2111, 2112, 4159});
+}
+
+TEST(Attend, SmallOneTokenMatchesDoublePrecision) {
+  check_one_token(one_token_shapes(192, 70), {-1, 0, 78, 150});
 }
 
 // A token's bits do not depend on the step, the bucket or the capacity of the ring.
@@ -778,16 +919,20 @@ TEST(Attend, AloneAndTogetherGiveTheSameBits) {
                                       1087, 1500, 2047, 2048, 3071, 4095, 6000, 8191};
   for (const auto& [dtype, heads, kv_heads, dim] : {std::tuple{DType::kBF16, 32, 8, 64},
                                                     {DType::kBF16, 6, 2, 128},
+                                                    {DType::kF16, 9, 3, 64},
                                                     {DType::kF16, 9, 1, 80},
                                                     {DType::kF32, 4, 2, 64},
                                                     {DType::kI8, 4, 2, 64},
                                                     {DType::kF8E4M3, 2, 1, 128},
-                                                    {DType::kF16, 2, 2, 256}}) {
+                                                    {DType::kF16, 2, 2, 256},
+                                                    {DType::kF16, 16, 2, 256},
+                                                    {DType::kBF16, 4, 1, 256}}) {
     Shape shape;
     shape.dtype = dtype;
     shape.heads = heads;
     shape.kv_heads = kv_heads;
     shape.key_dim = shape.value_dim = dim;
+    if (heads % 3 == 0) shape.style = RopeStyle::kInterleaved;
     shape.capacity = 8192;
     shape.slots = static_cast<int>(positions.size());
     std::vector<Lane> lanes;
@@ -886,12 +1031,11 @@ TEST(Attend, SlotsDoNotMatter) {
 }
 
 // Launches behind each other with programmatic dependent edges, captured, give what single ones do.
-void check_dependent(const Shape& shape) {
-  const std::vector<Lane> lanes = {run_of(0, 700, 4), {3, {1000}}, {1, {-1}}, {2, {0}}};
+void check_dependent(const Shape& shape, const std::vector<Lane>& lanes, int bucket) {
   Layer layer(shape, lengths_before(lanes));
-  const Result expected = run(layer, lanes, 8, Route::kFused);
+  const Result expected = run(layer, lanes, bucket, Route::kFused);
   layer.reset();
-  const Step step(layer, lanes, 8);
+  const Step step(layer, lanes, bucket);
   cudaStream_t stream = nullptr;
   ok(cudaStreamCreate(&stream));
   Launch on;
@@ -919,6 +1063,10 @@ void check_dependent(const Shape& shape) {
   ok(cudaStreamDestroy(stream));
 }
 
+void check_dependent(const Shape& shape) {
+  check_dependent(shape, {run_of(0, 700, 4), {3, {1000}}, {1, {-1}}, {2, {0}}}, 8);
+}
+
 TEST(Attend, DependentLaunchesAgree) {
   Shape shape;
   shape.heads = 8;
@@ -931,6 +1079,12 @@ TEST(Attend, DependentLaunchesAgree) {
   check_dependent(shape);
   shape.dtype = DType::kI8;
   check_dependent(shape);
+  check_dependent(wide_shape(DType::kBF16, 4, 1, 1024));
+  check_dependent(wide_shape(DType::kF16, 8, 2, 1024));
+  for (const Shape& one : one_token_shapes(1088, 300)) {
+    check_dependent(one, {{0, {1040}}}, 1);
+    check_dependent(one, {{1, {40}}}, 1);
+  }
 }
 
 // A head that is not finite has the scale NaN, and a head of zeros stays zeros.
@@ -1089,13 +1243,10 @@ double microseconds(int count, const std::function<void(const Launch&, int)>& ea
   return best;
 }
 
-TEST(AttentionTiming, OneToken) {
-  Shape shape;
-  shape.heads = 32;
-  shape.kv_heads = 8;
-  shape.capacity = 16384;
+void time_one_token(Shape shape, std::initializer_list<int> contexts) {
+  shape.capacity = *std::max_element(contexts.begin(), contexts.end());
   shape.slots = 4;  // in turn, so that the second-level cache does not hold all
-  for (int context : {64, 128, 192, 512, 4096, 16384}) {
+  for (int context : contexts) {
     std::vector<std::pair<int, int>> lengths;
     for (int row = 0; row < 4; ++row) lengths.emplace_back(row, 64);
     Layer layer(shape, lengths);
@@ -1109,13 +1260,35 @@ TEST(AttentionTiming, OneToken) {
     });
     const double plain = microseconds(
         100, [&](const Launch& on, int i) { attend(steps[std::size_t(i % 4)].args, nullptr, on); });
-    std::printf("[ TIME     ] attend, context %5d: %.2f us fused, %.2f us after finish_heads\n",
-                context, fused, plain);
+    std::printf("[ TIME     ] %s, context %5d: %.2f us fused, %.2f us after finish_heads\n",
+                shape.name().c_str(), context, fused, plain);
   }
 }
 
+TEST(AttentionTiming, OneToken) {
+  Shape shape;
+  shape.heads = 32;
+  shape.kv_heads = 8;
+  time_one_token(shape, {64, 128, 192, 256, 512, 4096, 16384});
+  shape.heads = 9;
+  shape.kv_heads = 3;
+  shape.style = RopeStyle::kInterleaved;
+  time_one_token(shape, {64, 256, 4096});
+  shape.heads = 16;
+  shape.kv_heads = 8;
+  shape.key_dim = shape.value_dim = 128;
+  shape.style = RopeStyle::kHalf;
+  shape.norms = true;
+  time_one_token(shape, {64, 256, 4096});
+}
+
+TEST(AttentionTiming, OneTokenOfWideHeads) {
+  time_one_token(wide_shape(DType::kBF16, 4, 1, 0), {64, 512, 4096, 32000});
+  time_one_token(wide_shape(DType::kBF16, 8, 2, 0), {64, 512, 4096, 32000});
+}
+
 TEST(AttentionTiming, Chunk) {
-  for (int dim : {64, 128}) {
+  for (int dim : {64, 128, 256}) {
     Shape shape;
     shape.heads = 32;
     shape.kv_heads = 8;

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
   const int token = index / share;
   const int first = index - token * share;
   float frequencies[N];
-  load_frequencies<N>(frequencies, args);
+  load_frequencies<N>(frequencies, args.inverse_frequencies, args.turned);
   wait_for_previous();
   if (token >= min(args.tokens, __ldcg(&args.state.counts->tokens))) return;
   const int position = __ldcg(args.state.position + token);
@@ -175,12 +175,14 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
       decode_params(args, heads, first, tokens, log_cluster_of(items, launch.sms));
 
   const bool plain = cache.window == 0 && !args.sinks;
-  const DecodeKernel kernel = plain ? plain_kernel(cache) : window_kernel(cache);
+  const DecodeKernel one = one_kernel(p);
+  const DecodeKernel kernel = one ? one : plain ? plain_kernel(cache) : window_kernel(cache);
+  const std::size_t extra = one ? one_extra_bytes(cache.key_dim) : 0;
   const auto blocks = static_cast<unsigned>(items) << p.log_cluster;
   launch_grid(launch, "attend", kernel,
               Grid{.blocks = dim3(blocks),
                    .threads = dim3(kItemThreads),
-                   .shared_bytes = item_memory_bytes(p, row_bytes(cache.dtype, 1)),
+                   .shared_bytes = item_memory_bytes(p, row_bytes(cache.dtype, 1)) + extra,
                    .cluster = 1U << p.log_cluster},
               p);
 }

@@ -446,6 +446,7 @@ void attend_chunk_of(const AttentionArgs& args, const Launch& launch) {
   const LayerCacheView& cache = args.cache;
   const int most = std::max(cache.key_dim, cache.value_dim);
   const bool equal = cache.key_dim == cache.value_dim;
+  if (most == 256 && equal) return launch_chunk<T, 256, 1, true>(args, launch);
   if (most > 128) return launch_chunk<T, 256, 1, false>(args, launch);
   if (most == 128 && equal) return launch_chunk<T, 128, 2, true>(args, launch);
   if (most > 64) return launch_chunk<T, 128, 2, false>(args, launch);

@@ -187,7 +187,16 @@ __device__ __forceinline__ float* value_scales(const LayerCacheView& cache, int 
   return reinterpret_cast<float*>(value_slot<std::byte>(cache, row) + elements);
 }
 
-// 16 bytes past the first-level cache (see load_activation), or zeros.
+// 16 bytes past the first-level cache (see load_activation).
+__device__ __forceinline__ uint4 load_cache(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+// The same, or zeros.
 __device__ __forceinline__ uint4 load_cache_if(const void* p, bool wanted) {
   uint4 v;
   asm volatile(
@@ -300,11 +309,12 @@ __device__ __forceinline__ Turns<N> make_turns(const float (&frequencies)[N], in
   return turns;
 }
 template <int N>
-__device__ __forceinline__ void load_frequencies(float (&frequencies)[N], const HeadsArgs& args) {
+__device__ __forceinline__ void load_frequencies(float (&frequencies)[N],
+                                                 const float* inverse_frequencies, int turned) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const int pair = (static_cast<int>(threadIdx.x) & 31) + 32 * n;
-    frequencies[n] = pair < args.turned / 2 ? __ldg(args.inverse_frequencies + pair) : 0.0F;
+    frequencies[n] = pair < turned / 2 ? __ldg(inverse_frequencies + pair) : 0.0F;
   }
 }
 

@@ -1,6 +1,7 @@
-// The kernels of attend() and the choice between them: attend_tensor() serves 16-bit caches with
-// heads of at most 128, attend_general() everything else. attention_plain.cu and
-// attention_window.cu instantiate them.
+// The kernels of attend() for steps of any size and the choice between them: attend_tensor() serves
+// 16-bit caches with heads of at most 128 and of 256, attend_general() everything else.
+// attention_plain.cu and attention_window.cu instantiate them. Most steps of one token have another
+// kernel, attend_one() of attention_one.cuh.
 #pragma once
 
 #include <algorithm>
@@ -76,11 +77,13 @@ DecodeKernel general_kernel(int dim) {
 template <typename T, bool kPlain>
 DecodeKernel kernel_for(int key_dim, int value_dim) {
   const int most = std::max(key_dim, value_dim);
+  if (key_dim == 256 && value_dim == 256) return attend_tensor<T, 8, 4, true, 1, kPlain>;
   if (most > 128) return general_kernel<T, kPlain>(most);
-  if (key_dim == 64 && value_dim == 64) return attend_tensor<T, 2, 1, true, 2, kPlain>;
-  if (key_dim == 128 && value_dim == 128) return attend_tensor<T, 4, 2, true, 1, kPlain>;
-  if (most <= 64) return attend_tensor<T, 2, 1, false, 2, kPlain>;
-  return attend_tensor<T, 4, 2, false, 1, kPlain>;
+  if (key_dim == 64 && value_dim == 64) return attend_tensor<T, 2, 1, true, tiles_of(64), kPlain>;
+  if (key_dim == 128 && value_dim == 128)
+    return attend_tensor<T, 4, 2, true, tiles_of(128), kPlain>;
+  if (most <= 64) return attend_tensor<T, 2, 1, false, tiles_of(64), kPlain>;
+  return attend_tensor<T, 4, 2, false, tiles_of(128), kPlain>;
 }
 
 template <bool kPlain>

@@ -1,4 +1,5 @@
-// An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128.
+// An item of attend() with plain f32 arithmetic: f32 and 8-bit caches, and heads of more than 128
+// that are not of 256.
 #pragma once
 
 #include "backends/cuda/kernels/attention_merge.cuh"
@@ -68,7 +69,7 @@ struct GeneralItem {
 #pragma unroll
         for (int i = 0; i < N; ++i) s.sums[h][i] = make_float2(0, 0);
       }
-      for (int block = span.first + rank; block < item.blocks; block += item.ranks) {
+      for (int block = span.first() + rank; block < item.blocks; block += item.ranks) {
         const int end = min((block + 1) * kCacheBlock, item.end);
         const int moved = (span.place(block) - block) * kCacheBlock;
         for (int base = block * kCacheBlock + warp * kPositions; base < end;
@@ -90,11 +91,11 @@ struct GeneralItem {
           *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }
-      end_rank<kPlain>(p, cache.value_dim, memory, rank);
+      end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory, rank);
       team_sync();  // the warps' results have been read
     }
     store_fresh<kPlain>(p, fresh, memory);
-    add_parts<kPlain>(p, cache.value_dim, memory);
+    add_parts<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory);
   }
 
   // Positions from `base` on, below `end`; `position` lies where position + moved does.

@@ -18,27 +18,9 @@
 #include <climits>
 
 #include "backends/cuda/kernels/attention_common.cuh"
-#include "backends/cuda/kernels/linear.h"
+#include "backends/cuda/kernels/attention_params.cuh"
 
 namespace pianola::cuda {
-
-inline constexpr int kItemThreads = 128;  // of a team
-inline constexpr int kItemWarps = kItemThreads / 32;
-inline constexpr int kItemHeads = 8;  // of one group that an item serves
-inline constexpr int kMergePad = 4;   // floats after a row of shared memory, against bank conflicts
-inline constexpr int kMostRanks = 16;
-
-struct alignas(16) DecodeParams {
-  AttentionArgs attention;
-  HeadsArgs heads;
-  bool fused = false;   // heads are to be finished here
-  int first = 0;        // first token of the launch
-  int tokens = 1;       // of the launch, <= kDecodeTokens
-  int group = 1;        // heads of a kv head
-  int parts = 1;        // of a group, kItemHeads heads each
-  int log_cluster = 0;  // teams of an item, at most kMostRanks
-  int part_floats = 0;  // of ItemMemory::part
-};
 
 // Of a team, the first or the second of its thread block: its threads, and a barrier for them.
 __device__ __forceinline__ int team_thread() {
@@ -52,43 +34,36 @@ __device__ __forceinline__ void team_sync() {
   }
 }
 
-// Columns (of four floats) of an item that one team adds up, when `active` share them.
-__host__ __device__ inline int log_slice(int columns, int active) {
-  int log = 0;
-  while (active << log < columns) ++log;
-  return log;
-}
-
 // From which position on a token attends, and where blocks lie: a layer with a window is a ring of
 // at least window positions, so the blocks of a span lie on one turn of it or on two.
 template <bool kPlain>
 struct Span {
+  const LayerCacheView& cache;
   int begin;
-  int first;  // block
-  int ring;   // blocks
   int turns;  // blocks before the turn of the first one
 
-  __device__ __forceinline__ Span(const LayerCacheView& cache, int end) {
+  __device__ __forceinline__ Span(const LayerCacheView& of, int end) : cache(of) {
     begin = cache.window > 0 ? max(end - cache.window, 0) : 0;
-    first = begin / kCacheBlock;
-    ring = cache.capacity / kCacheBlock;
-    turns = first / ring * ring;
+    turns = first() / ring() * ring();
   }
+  // Blocks: computed, as registers are short.
+  __device__ __forceinline__ int first() const { return begin / kCacheBlock; }
+  __device__ __forceinline__ int ring() const { return cache.capacity / kCacheBlock; }
   __device__ __forceinline__ int place(int block) const {
     block -= turns;
-    return block < ring ? block : block - ring;
+    return block < ring() ? block : block - ring();
   }
   __device__ __forceinline__ int place_of(int position) const {
     position -= turns * kCacheBlock;
-    return position < ring * kCacheBlock ? position : position - ring * kCacheBlock;
+    return position < ring() * kCacheBlock ? position : position - ring() * kCacheBlock;
   }
 };
 template <>
 struct Span<true> {
   static constexpr int begin = 0;
-  static constexpr int first = 0;
 
   __device__ __forceinline__ Span(const LayerCacheView& /*cache*/, int /*end*/) {}
+  static constexpr __device__ int first() { return 0; }
   static __device__ __forceinline__ int place(int block) { return block; }
   static __device__ __forceinline__ int place_of(int position) { return position; }
 };
@@ -118,12 +93,24 @@ struct Item {
   int targets;    // teams that do
 };
 
+// What the position of an item's token decides. `value_dim` is that of the cache.
+template <bool kPlain>
+__device__ __forceinline__ void set_extent(const DecodeParams& p, int value_dim, Item& item) {
+  item.end = max(item.position, 0) + 1;
+  item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
+  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first());
+  item.active = min(item.teams, item.ranks);
+  const int columns = item.heads * (value_dim / 4);
+  item.log_slice = log_slice(columns, item.active);
+  item.targets = (columns + (1 << item.log_slice) - 1) >> item.log_slice;
+}
+
 // Row tables are padded to 128 bytes, so the row of any of 32 lanes is read before it is known
 // which one is needed.
 template <bool kPlain>
 __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables, int index,
                                           int team) {
-  const StepState& s = p.attention.state;
+  const DecodeParams::StepTables& s = p.attention.state;
   const int lane = team_thread() & 31;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -158,13 +145,7 @@ __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables,
   if (item.token >= live) item.position = -2;
   if (item.lane >= 32 && item.position >= 0) item.row = __ldcg(s.row_of + item.lane);
 
-  item.end = max(item.position, 0) + 1;
-  item.blocks = (item.end + kCacheBlock - 1) / kCacheBlock;
-  item.ranks = min(kMostRanks, item.blocks - Span<kPlain>(p.attention.cache, item.end).first);
-  item.active = min(item.teams, item.ranks);
-  const int columns = item.heads * (p.attention.cache.value_dim / 4);
-  item.log_slice = log_slice(columns, item.active);
-  item.targets = (columns + (1 << item.log_slice) - 1) >> item.log_slice;
+  set_extent<kPlain>(p, p.attention.cache.value_dim, item);
   return item;
 }
 
@@ -176,11 +157,12 @@ struct Fresh {
   unsigned member[2] = {0, 0};  // tokens, in the order of their places in shared memory
 };
 
-// Whether this team reads the block of a position of the span.
+// Whether this team reads the block of a position of the span: there are kMostRanks ranks, or fewer
+// and one block each.
 template <bool kPlain>
 __device__ __forceinline__ bool owns(const Item& item, const Span<kPlain>& span, int position) {
-  const int block = position / kCacheBlock - span.first;
-  return (block % item.ranks & (item.teams - 1)) == item.team;
+  const int rank = (position / kCacheBlock - span.first()) & (kMostRanks - 1);
+  return (rank & (item.teams - 1)) == item.team;
 }
 
 template <bool kPlain>
@@ -318,6 +300,10 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, 
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Without an order of memory, for which a fence has to care.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -331,7 +317,7 @@ __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  cluster_arrive();
+  cluster_arrive_relaxed();  // what it tells of is behind the fence
 }
 // Once the item is known: how many bytes this team will receive.
 template <typename T>
@@ -351,40 +337,6 @@ __device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
   wait_barrier(shared_offset(memory.barrier), memory.parity, "parts of rank", 0);
 }
 
-// --- On the host: what a launch is told. ---
-
-inline int parts_of(int heads, int kv_heads) {
-  return (heads / kv_heads + kItemHeads - 1) / kItemHeads;
-}
-
-// Floats of ItemMemory::part: a column for each rank of a team's slice.
-inline int part_floats(int columns, int teams) {
-  int most = 0;
-  for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
-    most = std::max(most, ranks << log_slice(columns, std::min(ranks, teams)));
-  }
-  return 4 * most;
-}
-
-// The tokens first..first + tokens - 1 of the bucket, each of their items on 1 << log_cluster
-// teams.
-inline DecodeParams decode_params(const AttentionArgs& args, const HeadsArgs* heads, int first,
-                                  int tokens, int log_cluster) {
-  const LayerCacheView& cache = args.cache;
-  DecodeParams p;
-  p.attention = args;
-  if (heads) p.heads = *heads;
-  p.fused = heads != nullptr;
-  p.first = first;
-  p.tokens = tokens;
-  p.group = args.heads / cache.kv_heads;
-  p.parts = parts_of(args.heads, cache.kv_heads);
-  p.log_cluster = log_cluster;
-  p.part_floats =
-      part_floats(std::min(p.group, kItemHeads) * (cache.value_dim / 4), 1 << log_cluster);
-  return p;
-}
-
 // --- q, and keys and values of this step's tokens, come into shared memory. ---
 
 // What is known before the kernels before have ended.
@@ -397,7 +349,7 @@ struct HeadConstants {
 
   __device__ __forceinline__ void load(const DecodeParams& p) {
     const int key_dim = p.attention.cache.key_dim;
-    load_frequencies<N>(frequencies, p.heads);
+    load_frequencies<N>(frequencies, p.heads.inverse_frequencies, p.heads.turned);
     q_norm = load_norm<N>(p.heads.q_norm, key_dim, p.heads.style, p.heads.turned / 2);
     k_norm = load_norm<N>(p.heads.k_norm, key_dim, p.heads.style, p.heads.turned / 2);
   }

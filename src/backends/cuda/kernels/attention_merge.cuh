@@ -27,6 +27,23 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float scale) {
   sum.w = __fmaf_rn(v.w, scale, sum.w);
 }
 
+__device__ __forceinline__ void add_to(float4& sum, float4 v) {
+  sum.x = __fadd_rn(sum.x, v.x);
+  sum.y = __fadd_rn(sum.y, v.y);
+  sum.z = __fadd_rn(sum.z, v.z);
+  sum.w = __fadd_rn(sum.w, v.w);
+}
+
+// A column of the result, of this head; stored if `real`.
+template <bool kPlain>
+__device__ __forceinline__ void store_column(const DecodeParams& p, const Item& item, int head,
+                                             float4* to, float4 sum, float2 score, bool real) {
+  const float* sinks = kPlain ? nullptr : p.attention.sinks;
+  const float inverse = 1.0F / with_sink(sinks, item.head + head, score.x, score.y);
+  sum = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+  if (real) *to = sum;
+}
+
 // Largest score of a head over the warps, and the factor of each warp's sums.
 template <typename T>
 __device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int head,
@@ -48,30 +65,30 @@ __device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int 
 }
 
 // Adds the warps' results, which lie in memory.merge and memory.score, in order. The only rank's
-// are the result; others are sent to those that add them.
+// are the result; others are sent to those that add them. Without `real` nothing leaves the team.
 template <bool kPlain, typename T>
-__device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
-                                         const ItemMemory<T>& memory, int rank) {
-  const Item& item = *memory.item;
-  const int heads = item.heads;
-  const int ranks = item.ranks;
-  const int slice = item.log_slice;
+__device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item, float4* out,
+                                         int value_dim, const ItemMemory<T>& memory, int rank,
+                                         bool real = true) {
   const int tid = team_thread();
   const int columns = value_dim / 4;  // of a head
   team_sync();
   float factor[kItemWarps];
-  if (ranks > 1) {
-    // The last threads first: the first ones have columns to send.
-    for (int i = kItemThreads - 1 - tid; i < heads * item.targets; i += kItemThreads) {
-      const int target = i / heads;
-      const int head = i - target * heads;
+  if (item.ranks > 1) {
+    // The last threads: the first ones have columns to send.
+    static_assert(kItemThreads == kItemHeads * kMostRanks);
+    const int target = (kItemThreads - 1 - tid) / kItemHeads;
+    const int head = tid % kItemHeads;
+    if (target < item.targets && head < item.heads) {
       const float2 score = merge_scores(memory, head, factor);
-      send(memory.peer(shared_offset(memory.part_score + head * kMostRanks + rank), target), score,
-           memory.peer_barrier(target));
+      if (real) {
+        send(memory.peer(shared_offset(memory.part_score + head * kMostRanks + rank), target),
+             score, memory.peer_barrier(target));
+      }
     }
   }
 #pragma unroll 1
-  for (int i = tid; i < heads * columns; i += kItemThreads) {
+  for (int i = tid; i < item.heads * columns; i += kItemThreads) {
     const int head = i / columns;
     const int column = i - head * columns;
     const float2 score = merge_scores(memory, head, factor);
@@ -81,63 +98,79 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, int value_dim,
       const float* row = memory.merge + (w * memory.heads + head) * (value_dim + kMergePad);
       add_scaled(sum, reinterpret_cast<const float4*>(row)[column], factor[w]);
     }
-    if (ranks == 1) {
-      const float* sinks = kPlain ? nullptr : p.attention.sinks;
-      const float inverse = 1.0F / with_sink(sinks, item.head + head, score.x, score.y);
-      item_out(p, item)[i] =
-          make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+    if (item.ranks > 1) {
+      const int target = i >> item.log_slice;
+      const int place = (i & ((1 << item.log_slice) - 1)) * item.ranks + rank;
+      if (real) {
+        send(memory.peer(shared_offset(memory.part + place), target), sum,
+             memory.peer_barrier(target));
+      }
     } else {
-      const int target = i >> slice;
-      const int place = (i & ((1 << slice) - 1)) * ranks + rank;
-      send(memory.peer(shared_offset(memory.part + place), target), sum,
-           memory.peer_barrier(target));
+      store_column<kPlain>(p, item, head, out + i, sum, score, real);
     }
   }
 }
 
-// Adds the ranks' parts of this team's columns: 16 lanes a column, one rank each.
+// Adds the ranks' parts of this team's columns: four lanes a column, with the ranks lane, lane + 4,
+// lane + 8 and lane + 12 each. The sums are those of a tree whose lower half is rank + 8.
 template <bool kPlain, typename T>
-__device__ __forceinline__ void add_parts(const DecodeParams& p, int value_dim,
-                                          const ItemMemory<T>& memory) {
-  const Item& item = *memory.item;
+__device__ __forceinline__ void add_parts(const DecodeParams& p, const Item& item, float4* out,
+                                          int value_dim, const ItemMemory<T>& memory,
+                                          bool real = true) {
   if (item.ranks == 1 || item.team >= item.targets) return;
+  constexpr int kLanes = 4;
+  constexpr int kEach = kMostRanks / kLanes;
   const int tid = team_thread();
-  const int rank = tid & (kMostRanks - 1);
+  const int lane = tid % kLanes;
   const int columns = value_dim / 4;
   const int first = item.team << item.log_slice;
   const int mine = min(1 << item.log_slice, item.heads * columns - first);
-  wait_for_parts(memory);
-  for (int base = tid / 32 * 2; base < mine; base += 2 * kItemWarps) {
-    const int local = base + ((tid & 31) >> 4);
-    const bool real = local < mine && rank < item.ranks;
+  if (real) wait_for_parts(memory);
+#pragma unroll 1
+  for (int base = tid / 32 * (32 / kLanes); base < mine; base += kItemThreads / kLanes) {
+    const int local = base + tid % 32 / kLanes;
     const int head = (first + min(local, mine - 1)) / columns;
-    float2 score = make_float2(kNoScore, 0);
-    float4 sum = {};
-    if (real) {
-      score = memory.part_score[head * kMostRanks + rank];
-      sum = memory.part[local * item.ranks + rank];
-    }
-    float most = score.x;
+    float2 score[kEach];
+    float4 sum[kEach];
 #pragma unroll
-    for (int offset = 8; offset; offset >>= 1) {
+    for (int i = 0; i < kEach; ++i) {
+      const int rank = lane + i * kLanes;
+      const bool there = local < mine && rank < item.ranks;
+      score[i] = there ? memory.part_score[head * kMostRanks + rank] : make_float2(kNoScore, 0);
+      sum[i] = there ? memory.part[local * item.ranks + rank] : make_float4(0, 0, 0, 0);
+    }
+    float most = fmaxf(fmaxf(score[0].x, score[1].x), fmaxf(score[2].x, score[3].x));
+#pragma unroll
+    for (int offset = kLanes / 2; offset; offset >>= 1) {
       most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
     }
-    const float factor = exp2_approx(score.x - most);
-    float total = score.y * factor;
-    sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
 #pragma unroll
-    for (int offset = 8; offset; offset >>= 1) {
-      total += __shfl_xor_sync(kAllLanes, total, offset);
-      sum.x += __shfl_xor_sync(kAllLanes, sum.x, offset);
-      sum.y += __shfl_xor_sync(kAllLanes, sum.y, offset);
-      sum.z += __shfl_xor_sync(kAllLanes, sum.z, offset);
-      sum.w += __shfl_xor_sync(kAllLanes, sum.w, offset);
+    for (int i = 0; i < kEach; ++i) {
+      const float factor = exp2_approx(score[i].x - most);
+      score[i].y = __fmul_rn(score[i].y, factor);
+      sum[i] = make_float4(__fmul_rn(sum[i].x, factor), __fmul_rn(sum[i].y, factor),
+                           __fmul_rn(sum[i].z, factor), __fmul_rn(sum[i].w, factor));
     }
-    if (real && rank == 0) {
-      const float* sinks = kPlain ? nullptr : p.attention.sinks;
-      const float inverse = 1.0F / with_sink(sinks, item.head + head, most, total);
-      item_out(p, item)[first + local] =
-          make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+#pragma unroll
+    for (int half = kEach / 2; half; half >>= 1) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        score[i].y = __fadd_rn(score[i].y, score[i + half].y);
+        add_to(sum[i], sum[i + half]);
+      }
+    }
+    float total = score[0].y;
+#pragma unroll
+    for (int offset = kLanes / 2; offset; offset >>= 1) {
+      total = __fadd_rn(total, __shfl_xor_sync(kAllLanes, total, offset));
+      add_to(sum[0], make_float4(__shfl_xor_sync(kAllLanes, sum[0].x, offset),
+                                 __shfl_xor_sync(kAllLanes, sum[0].y, offset),
+                                 __shfl_xor_sync(kAllLanes, sum[0].z, offset),
+                                 __shfl_xor_sync(kAllLanes, sum[0].w, offset)));
+    }
+    if (local < mine && lane == 0) {
+      store_column<kPlain>(p, item, head, out + first + local, sum[0], make_float2(most, total),
+                           real);
     }
   }
 }
