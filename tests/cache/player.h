@@ -520,6 +520,7 @@ class Player {
     RC_ASSERT(now.address_hash == before_.address_hash);
     RC_ASSERT(now.plans == before_.plans);
     RC_ASSERT(now.captures == before_.captures);
+    RC_ASSERT(stack_.max_seq_len == kMaxSeqLen || now.cache_resident < now.cache_reserved);
     RC_ASSERT(engine_.has_work() == std::ranges::any_of(rows_, [](const auto& row) {
                 return row.second.status == RowStatus::kRunning;
               }));
