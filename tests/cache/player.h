@@ -20,12 +20,12 @@
 #include <deque>
 #include <filesystem>
 #include <map>
-#include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cache/commands.h"
+#include "cache/mirror.h"
 #include "cache/rows.h"
 #include "cache/stacks.h"
 #include "engine/engine_audit.h"
@@ -33,53 +33,6 @@
 #include "pianola/engine.h"
 
 namespace pianola {
-
-// What is known of a row without having looked into the engine.
-struct Row {
-  std::vector<TokenId> history;
-  int length = 0;
-  RowStatus status = RowStatus::kIdle;
-  Choosing choosing;
-  int max_length = kMaxSeqLen;
-  int written = 0;            // the most tokens that its windows have held since it was empty
-  int folded = 0;             // and its states since a checkpoint was restored
-  int floor = 0;              // the tokens of that checkpoint
-  int poisoned = -1;          // its length when all was poisoned that the next token does not need
-  std::deque<Answer> unseen;  // the last of its tokens that no event has told of yet
-
-  int known() const { return static_cast<int>(history.size()); }
-};
-
-// What sequences came to: that they are no idle play.
-struct Tally {
-  std::uint64_t operations = 0;
-  std::uint64_t answers = 0;
-  std::uint64_t refusals = 0;
-  std::uint64_t rewinds = 0;
-  std::uint64_t checkpoints = 0;  // gone back to
-  std::uint64_t full = 0;         // rows at their capacity
-  std::uint64_t ahead = 0;        // tokens that were computed before anybody asked
-  double seconds = 0;
-
-  void add(const Tally& other) {
-    operations += other.operations;
-    answers += other.answers;
-    refusals += other.refusals;
-    rewinds += other.rewinds;
-    checkpoints += other.checkpoints;
-    full += other.full;
-    ahead += other.ahead;
-    seconds += other.seconds;
-  }
-};
-
-inline std::ostream& operator<<(std::ostream& out, const Tally& t) {
-  return out << t.operations << " operations in " << t.seconds << " s ("
-             << static_cast<double>(t.operations) / t.seconds << "/s), " << t.answers
-             << " answers, " << t.refusals << " refusals, " << t.rewinds << " rewinds, "
-             << t.checkpoints << " to checkpoints, " << t.full << " full rows, " << t.ahead
-             << " tokens ahead of their reader";
-}
 
 class Player {
  public:
@@ -93,6 +46,12 @@ class Player {
     has_states_ = !e.states.empty();
     has_windows_ =
         std::ranges::any_of(e.caches, [](const LayerCacheView& v) { return v.window > 0; });
+    if (stack.pages == 0) return;
+    const LayerCacheView& keys = e.caches[0];  // as the values, and those of other layers
+    const std::size_t page = e.backend->page_bytes();
+    page_tokens_ =
+        static_cast<int>(page * static_cast<std::size_t>(keys.capacity) / keys.key_slot_bytes);
+    e.cache_memory->set_limit(page * static_cast<std::size_t>(stack.pages) * 2 * e.caches.size());
   }
 
   void play(const Command& command) {
@@ -110,7 +69,8 @@ class Player {
       RC_ASSERT(rows_.at(row).unseen.empty());
       if (rows_.at(row).status != RowStatus::kRunning) go_on(row);
       for (int i = 0; i < kMaxSeqLen && rows_.at(row).status == RowStatus::kRunning; ++i) {
-        const auto events = engine_.step({&row, 1});
+        std::span<const TokenEvent> events;
+        if (!find_memory({row}, [&] { events = engine_.step({&row, 1}); })) break;
         const bool answered = !events.empty();
         accept(events, {row});
         if (answered) break;
@@ -191,6 +151,45 @@ class Player {
     ahead_.clear();
   }
 
+  // Calls what may throw OutOfMemory: then it is true that there is none, and nothing has changed.
+  // `needs()` are the pages with which the call can be done.
+  template <typename Call, typename Needs>
+  bool finds_memory(Call&& call, Needs&& needs) {
+    try {
+      call();
+      return true;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kOutOfMemory || stack_.pages == 0) throw;
+    }
+    settled();
+    RC_LOG() << "  out of memory\n";
+    RC_ASSERT(needs() > stack_.pages);
+    ++tally_.shortages;
+    return false;
+  }
+  // The rows hold what they know.
+  template <typename Call>
+  bool find_memory(const std::vector<int>& rows, Call&& call) {
+    return finds_memory(call, [&] {
+      std::map<int, int> needs;
+      for (const int row : rows) {
+        const Row& r = rows_.at(row);
+        if (r.status == RowStatus::kRunning) needs[row] = r.known();
+      }
+      return pages_with(needs);
+    });
+  }
+  int pages(int tokens) const { return (tokens + page_tokens_ - 1) / page_tokens_; }
+  // Of all rows, when some hold so many tokens as well.
+  int pages_with(const std::map<int, int>& needs) const {
+    int sum = 0;
+    for (const auto& [row, r] : rows_) {
+      const auto need = needs.find(row);
+      sum += pages(need == needs.end() ? r.held() : std::max(r.held(), need->second));
+    }
+    return sum;
+  }
+
   void open(int n) {
     const RowOptions options = row_options(n);
     const int row = engine_.open_row(options);
@@ -252,7 +251,7 @@ class Player {
     if (r.known() != r.length) return refuse(ErrorCode::kInvalidArgument, call);
     if (is_too_much(r, count)) return;
     if (r.known() + count > stack_.max_seq_len) return refuse(ErrorCode::kContextOverflow, call);
-    call();
+    if (!finds_memory(call, [&] { return pages_with({{row, r.known() + count}}); })) return;
     r.history.insert(r.history.end(), tokens.begin(), tokens.end());
     computed(r, r.known());
     r.status = RowStatus::kIdle;
@@ -275,7 +274,11 @@ class Player {
         std::ranges::any_of(rows, [this](int row) { return !rows_.at(row).unseen.empty(); });
     const bool may_be_ahead = !ahead_.empty();
     const std::uint64_t tokens = engine_.counters().tokens;
-    accept(call(all ? std::span<const int>() : std::span<const int>(rows)), rows);
+    std::span<const TokenEvent> events;
+    const bool is_done = find_memory(
+        rows, [&] { events = call(all ? std::span<const int>() : std::span<const int>(rows)); });
+    if (!is_done) return;
+    accept(events, rows);
     const bool is_more = engine_.counters().tokens > tokens;
     RC_ASSERT(is_more || !work || is_waiting);
     RC_ASSERT(!is_more || work || may_be_ahead);
@@ -399,7 +402,11 @@ class Player {
 
   void fork(int row, int count, int n) {
     const RowOptions options = row_options(n);
-    const std::vector<int> forks = engine_.fork(row, count, options);
+    std::vector<int> forks;
+    const bool is_done =
+        finds_memory([&] { forks = engine_.fork(row, count, options); },
+                     [&] { return pages_with({}) + count * pages(rows_.at(row).held()); });
+    if (!is_done) return;
     settled();
     RC_LOG() << "fork row " << row << " " << count << " times ->";
     for (const int fork : forks) RC_LOG() << " " << fork;
@@ -418,7 +425,10 @@ class Player {
 
   void swap(int a, int b) {
     RC_LOG() << "swap rows " << a << " and " << b << "\n";
-    engine_.swap(a, b);
+    const int held = std::max(rows_.at(a).held(), rows_.at(b).held());
+    const bool is_done = finds_memory([&] { engine_.swap(a, b); },
+                                      [&] { return pages_with({{a, held}, {b, held}}); });
+    if (!is_done) return;
     std::swap(rows_.at(a), rows_.at(b));
   }
 
@@ -451,7 +461,10 @@ class Player {
     const auto found = snapshots_.find(place);
     if (found == snapshots_.end()) return;
     RC_LOG() << "restore " << place << " into row " << row << "\n";
-    engine_.restore(row, found->second.first);
+    const int held = found->second.second.held();
+    const bool is_done = finds_memory([&] { engine_.restore(row, found->second.first); },
+                                      [&] { return pages_with({{row, held}}); });
+    if (!is_done) return;
     Row& r = rows_.at(row);
     const RowOptions kept{.sampling = {}, .max_length = r.max_length};
     const Choosing choosing = r.choosing;
@@ -521,6 +534,7 @@ class Player {
     RC_ASSERT(now.plans == before_.plans);
     RC_ASSERT(now.captures == before_.captures);
     RC_ASSERT(stack_.max_seq_len == kMaxSeqLen || now.cache_resident < now.cache_reserved);
+    RC_ASSERT(stack_.pages == 0 || pages_with({}) <= stack_.pages);
     RC_ASSERT(engine_.has_work() == std::ranges::any_of(rows_, [](const auto& row) {
                 return row.second.status == RowStatus::kRunning;
               }));
@@ -552,6 +566,7 @@ class Player {
   Tally& tally_;
   Engine engine_;
   EngineCounters before_;
+  int page_tokens_ = 1;  // of the keys of a layer
   bool has_states_ = false;
   bool has_windows_ = false;
   std::map<int, Row> rows_;

@@ -38,6 +38,7 @@ struct Stack {
   int max_seq_len = kMaxSeqLen;  // more: no row gets there, and slots have pages of their own
   bool eager = false;
   bool persistent = false;
+  int pages = 0;  // that the keys of a layer, or its values, may take; 0: all that rows ask for
 
   bool on_gpu() const { return backend == "cuda"; }
 };
@@ -76,6 +77,12 @@ inline const std::vector<Stack>& stacks() {
       {"pages_window", "cpu", "mistral/window", "f16", 4, 33, false, 4, 4096},
       {"pages_hybrid", "cpu", "qwen3_5/hybrid", "f16", 4, 16, false, 4, 4096},
       {"pages_many", "cpu", "llama/untied", "f16", 16, 16, false, 4, 4096, 1 << 12},
+      {.name = "pages_few",  // of nine: one for 64 tokens of a row
+       .backend = "cpu",
+       .model = "llama/untied",
+       .cache_type = "f16",
+       .page_bytes = 4096,
+       .pages = 4},
       {"reference_pages", "reference", "llama/untied", "f16", 16, 16, false, 4, 4096},
       {"reference_hybrid_exact", "reference", "qwen3_5/hybrid", "f16", 3, 16, true, 4}};
   static const std::vector<Stack> of_a_gpu = {
@@ -106,6 +113,12 @@ inline const std::vector<Stack>& stacks() {
       {"pages_int8", "cuda", "llama/untied", "int8", 1, 150, false, 4, 0, kManyPages},
       {"pages_mixed", "cuda", "gemma3/mixed", "f16", 4, 33, false, 4, 0, kManyPages},
       {"pages_hybrid", "cuda", "qwen3_5/hybrid", "f16", 4, 16, false, 4, 0, kManyPages},
+      {.name = "pages_few",  // two rows can have one
+       .backend = "cuda",
+       .model = "llama/untied",
+       .cache_type = "f16",
+       .max_seq_len = kManyPages,
+       .pages = 2},
       {.name = "eager",
        .backend = "cuda",
        .model = "qwen3_5/hybrid",
