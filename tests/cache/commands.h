@@ -20,6 +20,8 @@ enum class Verb {
   kKeepFirst,
   kKeepLeast,  // as few as can be kept, or one less than that
   kDropLast,
+  kRollback,
+  kKernelRollback,  // a step in front of which a kernel has said so
   kReset,
   kFork,
   kSwap,
@@ -31,9 +33,10 @@ enum class Verb {
 };
 
 inline constexpr const char* kVerbNames[] = {
-    "open",   "append",     "continue",   "logits",    "step",   "run",
-    "stream", "keep_first", "keep_least", "drop_last", "reset",  "fork",
-    "swap",   "configure",  "snapshot",   "restore",   "poison", "close"};
+    "open",      "append",          "continue",   "logits",     "step",
+    "run",       "stream",          "keep_first", "keep_least", "drop_last",
+    "rollback",  "kernel_rollback", "reset",      "fork",       "swap",
+    "configure", "snapshot",        "restore",    "poison",     "close"};
 
 // The numbers choose among what is there when it is executed, so that any part of a sequence is a
 // sequence: rows a and b of the open ones, and n for the rest.
@@ -50,24 +53,14 @@ inline std::ostream& operator<<(std::ostream& out, const Command& c) {
 }
 
 inline rc::Gen<Command> any_command() {
-  const auto verb = rc::gen::weightedElement<Verb>({{4, Verb::kOpen},
-                                                    {16, Verb::kAppend},
-                                                    {14, Verb::kContinue},
-                                                    {3, Verb::kLogits},
-                                                    {14, Verb::kStep},
-                                                    {14, Verb::kRun},
-                                                    {12, Verb::kStream},
-                                                    {5, Verb::kKeepFirst},
-                                                    {5, Verb::kKeepLeast},
-                                                    {10, Verb::kDropLast},
-                                                    {1, Verb::kReset},
-                                                    {4, Verb::kFork},
-                                                    {4, Verb::kSwap},
-                                                    {2, Verb::kConfigure},
-                                                    {4, Verb::kSnapshot},
-                                                    {5, Verb::kRestore},
-                                                    {3, Verb::kPoison},
-                                                    {2, Verb::kClose}});
+  const auto verb = rc::gen::weightedElement<Verb>(
+      {{4, Verb::kOpen},      {16, Verb::kAppend},   {14, Verb::kContinue},
+       {3, Verb::kLogits},    {14, Verb::kStep},     {14, Verb::kRun},
+       {12, Verb::kStream},   {5, Verb::kKeepFirst}, {5, Verb::kKeepLeast},
+       {10, Verb::kDropLast}, {10, Verb::kRollback}, {8, Verb::kKernelRollback},
+       {1, Verb::kReset},     {4, Verb::kFork},      {4, Verb::kSwap},
+       {2, Verb::kConfigure}, {4, Verb::kSnapshot},  {5, Verb::kRestore},
+       {3, Verb::kPoison},    {2, Verb::kClose}});
   const auto row = rc::gen::inRange(0, 6);
   return rc::gen::apply([](Verb v, int a, int b, int n) { return Command{v, a, b, n}; }, verb, row,
                         row, rc::gen::inRange(0, 1000));

@@ -35,6 +35,7 @@ struct Tally {
   std::uint64_t answers = 0;
   std::uint64_t refusals = 0;
   std::uint64_t rewinds = 0;
+  std::uint64_t rollbacks = 0;    // of the tokens of a row
   std::uint64_t checkpoints = 0;  // gone back to
   std::uint64_t full = 0;         // rows at their capacity
   std::uint64_t ahead = 0;        // tokens that were computed before anybody asked
@@ -46,6 +47,7 @@ struct Tally {
     answers += other.answers;
     refusals += other.refusals;
     rewinds += other.rewinds;
+    rollbacks += other.rollbacks;
     checkpoints += other.checkpoints;
     full += other.full;
     ahead += other.ahead;
@@ -58,8 +60,9 @@ inline std::ostream& operator<<(std::ostream& out, const Tally& t) {
   return out << t.operations << " operations in " << t.seconds << " s ("
              << static_cast<double>(t.operations) / t.seconds << "/s), " << t.answers
              << " answers, " << t.refusals << " refusals, " << t.rewinds << " rewinds, "
-             << t.checkpoints << " to checkpoints, " << t.full << " full rows, " << t.ahead
-             << " tokens ahead of their reader, " << t.shortages << " times out of memory";
+             << t.rollbacks << " rollbacks, " << t.checkpoints << " to checkpoints, " << t.full
+             << " full rows, " << t.ahead << " tokens ahead of their reader, " << t.shortages
+             << " times out of memory";
 }
 
 }  // namespace pianola

@@ -108,6 +108,10 @@ class Player {
         const int dropped = c.n % 2 == 0 ? c.n / 2 % 3 : c.n / 2 % 24;
         return keep_first(row, rows_.at(row).known() - dropped, true);
       }
+      case Verb::kRollback:
+        return rollback(counts(row, c));
+      case Verb::kKernelRollback:
+        return kernel_rollback(counts(row, c));
       case Verb::kReset:
         return reset(row);
       case Verb::kFork:
@@ -130,8 +134,9 @@ class Player {
   // What a verb does, or whether it can, follows from how many tokens there are: a run is ended
   // before. The others end it themselves.
   static bool is_of_the_histories(Verb verb) {
-    for (const Verb v : {Verb::kContinue, Verb::kLogits, Verb::kKeepFirst, Verb::kKeepLeast,
-                         Verb::kDropLast, Verb::kSwap, Verb::kRestore, Verb::kPoison}) {
+    for (const Verb v :
+         {Verb::kContinue, Verb::kLogits, Verb::kKeepFirst, Verb::kKeepLeast, Verb::kDropLast,
+          Verb::kRollback, Verb::kKernelRollback, Verb::kSwap, Verb::kRestore, Verb::kPoison}) {
       if (v == verb) return true;
     }
     return false;
@@ -390,6 +395,74 @@ class Player {
     r.length = std::min(r.length, kept);
     r.status = RowStatus::kIdle;
     r.unseen.clear();
+  }
+
+  // Of a row, and sometimes of another: up to one more than can be.
+  std::vector<int> counts(int row, const Command& c) const {
+    std::vector<int> counts(kSlots);
+    const auto most = [this](int i) { return std::min(stack_.rollback_depth, rows_.at(i).length); };
+    const int other = pick(c.b);
+    if (c.n % 3 == 0) counts[static_cast<std::size_t>(other)] = c.n / 3 % (most(other) + 1);
+    counts[static_cast<std::size_t>(row)] = c.n % (most(row) + 2);
+    RC_LOG() << "rollback " << counts[0] << " " << counts[1] << " " << counts[2] << "\n";
+    return counts;
+  }
+  static bool has_stopped(const Row& r) {
+    return r.status != RowStatus::kIdle && r.status != RowStatus::kRunning;
+  }
+  bool can_roll_back(const Row& r, int count) const {
+    const int held = std::max({r.length, has_states_ ? r.folded : 0, has_windows_ ? r.written : 0});
+    const bool forgets = has_states_ || has_windows_;
+    return !has_stopped(r) && count <= stack_.rollback_depth && count <= r.length - r.floor &&
+           (!forgets || held - (r.length - count) <= stack_.rollback_depth);
+  }
+  bool is_clean(const std::vector<int>& counts) const {
+    return std::ranges::all_of(rows_, [&](const auto& row) {
+      const Row& r = row.second;
+      const int count = counts[static_cast<std::size_t>(row.first)];
+      return !can_roll_back(r, count) || is_clean(r, r.length - count);
+    });
+  }
+  void rolled_back(Row& r, int count) {
+    if (count == 0) return;
+    const auto end = r.history.begin() + r.length;
+    r.history.erase(end - count, end);
+    r.length -= count;
+    r.unseen.clear();
+    ++tally_.rollbacks;
+  }
+
+  void rollback(const std::vector<int>& counts) {
+    if (!is_clean(counts)) return;
+    const auto call = [&] { engine_.rollback(counts); };
+    for (const auto& [row, r] : rows_) {
+      const int count = counts[static_cast<std::size_t>(row)];
+      if (count == 0 || can_roll_back(r, count)) continue;
+      return refuse(has_stopped(r) ? ErrorCode::kInvalidArgument : ErrorCode::kContextOverflow,
+                    call);
+    }
+    call();
+    for (auto& [row, r] : rows_) rolled_back(r, counts[static_cast<std::size_t>(row)]);
+  }
+
+  // Nobody but the device knows of it until the step's results are read.
+  void kernel_rollback(const std::vector<int>& counts) {
+    const auto is_unseen = [](const auto& row) { return !row.second.unseen.empty(); };
+    if (stack_.pages > 0 || std::ranges::any_of(rows_, is_unseen) || !is_clean(counts)) return;
+    const auto runs = [](const auto& row) { return row.second.status == RowStatus::kRunning; };
+    if (std::ranges::none_of(rows_, runs)) return;
+    std::int32_t* to = engine_.device_rollback();
+    for (auto& [row, r] : rows_) {
+      const std::int32_t count = counts[static_cast<std::size_t>(row)];
+      if (count == 0) continue;
+      EngineTestAccess::impl(engine_).backend->write(to + row, &count, sizeof(count));
+      if (can_roll_back(r, count)) {
+        rolled_back(r, count);
+      } else if (!has_stopped(r)) {
+        r.status = RowStatus::kRefused;
+      }
+    }
+    accept(engine_.step(), open_rows());
   }
 
   void reset(int row) {
