@@ -182,8 +182,9 @@ class Engine {
   void rollback(std::span<const int> counts);
   // For kernels that decide how many: an address in device memory, [slots], where a kernel writes
   // counts between steps, in order with them. A row that cannot do it stops with kRefused when the
-  // next step begins, and nothing of it has changed. From this call on lengths and histories are
-  // read back with the results of every step; while a stream is running they are an upper bound.
+  // next step begins, and nothing of it has changed; keep_first(), restore() and swap() drop counts
+  // that no step has seen. From this call on lengths and histories are read back with the results
+  // of every step; while a stream is running they are an upper bound.
   std::int32_t* device_rollback();
 
   // `count` new rows that continue from what a row holds, copied on the device; idle until

@@ -214,7 +214,7 @@ void Engine::Impl::read_events(std::vector<TokenEvent>& out) {
 }
 
 void Engine::Impl::read_rollbacks() {
-  if (kernels_roll_back) guarded([&] { rows->read_rollbacks(); });
+  guarded([&] { rows->read_rollbacks(); });
 }
 
 void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {

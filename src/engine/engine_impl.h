@@ -45,9 +45,8 @@ struct Engine::Impl {
   std::vector<float> logits;          // [logits_chunk, vocab] when recorded
   EngineCounters counters;
   bool healthy = true;
-  bool kernels_roll_back = false;  // device_rollback() was asked for
-  int step_tokens = 0;             // most tokens in one step that samples
-  int next_prompt = 0;             // the row whose prompt is served first: they take turns
+  int step_tokens = 0;  // most tokens in one step that samples
+  int next_prompt = 0;  // the row whose prompt is served first: they take turns
 
   void allocate();
   void bind();
@@ -88,7 +87,7 @@ struct Engine::Impl {
   void computed(int row, int count);
   void checkpoint(int row);
   void read_events(std::vector<TokenEvent>& out);
-  // What kernels took back: lengths are right again.
+  // What kernels have had taken back: lengths are right again.
   void read_rollbacks();
   // Of the model and of what shapes its caches: a snapshot fits an engine with the same.
   std::uint64_t fingerprint() const;

@@ -55,7 +55,7 @@ void Engine::rollback(std::span<const int> counts) {
 }
 std::int32_t* Engine::device_rollback() {
   impl_->settle();
-  impl_->kernels_roll_back = true;
+  impl_->guarded([&] { impl_->rows->let_kernels_roll_back(); });
   return impl_->state.rollback;
 }
 int Engine::max_rewind(int row) const { return impl_->rows->max_rewind(row); }

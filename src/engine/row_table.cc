@@ -125,7 +125,8 @@ void RowTable::append(int index, std::span<const TokenId> tokens) {
          index);
   }
   if (tokens.empty()) {
-    settle_rollback(index);  // the last token may be none that the device has queued
+    // The last token may be none that the device has queued.
+    if (row.owed > 0) settle_rollback(index);
   } else {
     backend_->write(
         device_history(index) + static_cast<std::int64_t>(row.history.size()) + row.owed,
@@ -227,8 +228,10 @@ void RowTable::rollback(std::span<const int> counts) {
     end = i + 1;
   }
   if (end == 0) return;
-  backend_->write(state_.rollback + first, counts_.data() + first,
-                  static_cast<std::size_t>(end - first) * sizeof(std::int32_t));
+  if (!kernels_roll_back_) {
+    backend_->write(state_.rollback + first, counts_.data() + first,
+                    static_cast<std::size_t>(end - first) * sizeof(std::int32_t));
+  }
   for (int i = first; i < end; ++i) {
     const int count = counts[static_cast<std::size_t>(i)];
     if (count == 0) continue;
@@ -238,8 +241,12 @@ void RowTable::rollback(std::span<const int> counts) {
     const auto held = row.history.begin() + row.length;
     row.history.erase(held - count, held);
     row.length -= count;
-    row.owed += count;
     ladder_.forget_beyond(i, row.length);
+    if (kernels_roll_back_) {
+      tell(i);
+    } else {
+      row.owed += count;
+    }
   }
 }
 
@@ -249,10 +256,16 @@ void RowTable::has_rolled_back() {
 
 void RowTable::settle_rollback(int index) {
   Row& row = at(index);
-  if (row.owed == 0) return;
+  if (row.owed == 0 && !kernels_roll_back_) return;
   const std::int32_t none = 0;
   backend_->write(state_.rollback + index, &none, sizeof(none));
+  if (row.owed == 0) return;
   row.owed = 0;
+  tell(index);
+}
+
+void RowTable::tell(int index) {
+  const Row& row = rows_[static_cast<std::size_t>(index)];
   if (row.pending() > 0) {
     backend_->write(device_history(index) + row.length, row.history.data() + row.length,
                     static_cast<std::size_t>(row.pending()) * sizeof(TokenId));
@@ -262,7 +275,15 @@ void RowTable::settle_rollback(int index) {
   change(index, next, nullptr);
 }
 
+void RowTable::let_kernels_roll_back() {
+  for (int i = 0; i < state_.rows; ++i) {
+    if (rows_[static_cast<std::size_t>(i)].open) settle_rollback(i);
+  }
+  kernels_roll_back_ = true;
+}
+
 void RowTable::read_rollbacks() {
+  if (!kernels_roll_back_) return;
   backend_->read(counts_.data(), state_.went_back, counts_.size() * sizeof(std::int32_t));
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     if (counts_[i] == 0) continue;
@@ -272,11 +293,11 @@ void RowTable::read_rollbacks() {
     if (!row.open) continue;
     const int index = static_cast<int>(i);
     backend_->read(&image_, state_.row + i, offsetof(RowState, sampling));
+    row.length = image_.length;  // first: what it was before may never have been held
     if (image_.reach > reach(row)) {
       row.written = std::max(row.written, image_.reach);
       row.folded = std::max(row.folded, image_.reach);
     }
-    row.length = image_.length;
     row.history.resize(static_cast<std::size_t>(image_.history_length));
     backend_->read(row.history.data(), device_history(index), row.history.size() * sizeof(TokenId));
     ladder_.forget_beyond(index, counts_[i] - 1);

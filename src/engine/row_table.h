@@ -31,7 +31,10 @@ class RowTable {
   void rollback(std::span<const int> counts);
   // A step has begun, which starts with that.
   void has_rolled_back();
-  // Reads what else the device was told to take back, or refused.
+  // From now on kernels write counts: the host's are told to the device at once, so that neither
+  // overwrites the other's.
+  void let_kernels_roll_back();
+  // Reads what they have had taken back, or were refused.
   void read_rollbacks();
   // Tokens of the history that can be taken back; all can be forgotten in any case.
   int max_rewind(int row) const;
@@ -92,8 +95,11 @@ class RowTable {
   // Of an idle row.
   Header header(const Row& row) const;
   void check_rollback(int index, int count) const;
-  // Tells the device at once what it would do with its next step.
+  // Tells the device at once what it would do with its next step. What a kernel has asked for, and
+  // no step has seen, is dropped.
   void settle_rollback(int index);
+  // Writes what is queued, and the header.
+  void tell(int index);
   int least_kept(const Row& row) const;
   int max_length(const RowOptions& options) const {
     return options.max_length ? options.max_length : max_seq_len_;
@@ -109,6 +115,7 @@ class RowTable {
   Backend* backend_;
   int max_seq_len_;
   int vocab_size_;
+  bool kernels_roll_back_ = false;
   std::vector<std::int32_t> counts_;  // [rows] to or from the device
 };
 

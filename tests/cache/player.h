@@ -46,6 +46,9 @@ class Player {
     has_states_ = !e.states.empty();
     has_windows_ =
         std::ranges::any_of(e.caches, [](const LayerCacheView& v) { return v.window > 0; });
+    has_rings_ = std::ranges::any_of(e.caches, [&](const LayerCacheView& v) {
+      return v.capacity < e.layout.cache_layout().capacity();
+    });
     if (stack.pages == 0) return;
     const LayerCacheView& keys = e.caches[0];  // as the values, and those of other layers
     const std::size_t page = e.backend->page_bytes();
@@ -411,8 +414,8 @@ class Player {
     return r.status != RowStatus::kIdle && r.status != RowStatus::kRunning;
   }
   bool can_roll_back(const Row& r, int count) const {
-    const int held = std::max({r.length, has_states_ ? r.folded : 0, has_windows_ ? r.written : 0});
-    const bool forgets = has_states_ || has_windows_;
+    const int held = std::max({r.length, has_states_ ? r.folded : 0, has_rings_ ? r.written : 0});
+    const bool forgets = has_states_ || has_rings_;
     return !has_stopped(r) && count <= stack_.rollback_depth && count <= r.length - r.floor &&
            (!forgets || held - (r.length - count) <= stack_.rollback_depth);
   }
@@ -642,6 +645,7 @@ class Player {
   int page_tokens_ = 1;  // of the keys of a layer
   bool has_states_ = false;
   bool has_windows_ = false;
+  bool has_rings_ = false;  // windows that rows outgrow
   std::map<int, Row> rows_;
   std::vector<int> ahead_;  // rows that a stream may be computing
   std::map<int, std::pair<RowSnapshot, Row>> snapshots_;
