@@ -173,6 +173,20 @@ class Engine {
   // Empty, and as good as new.
   void reset(int row);
 
+  // Takes back the last counts[row] tokens that each row has in its caches, counts of all slots,
+  // most of them 0; what is queued behind them stays queued and follows those that are kept. The
+  // device does it at the beginning of its next step, whichever rows that computes, and nothing
+  // waits for it. At most EngineOptions::rollback_depth tokens of a row; layers that forget can
+  // take back as many since the most tokens that the row has held. Throws ContextOverflow for more,
+  // and InvalidArgument for a row that is not open or has stopped; then nothing has changed.
+  void rollback(std::span<const int> counts);
+  // For kernels that decide how many: an address in device memory, [slots], where a kernel writes
+  // counts between steps, in order with them. A row that cannot do it stops with kRefused when the
+  // next step begins, and nothing of it has changed; keep_first(), restore() and swap() drop counts
+  // that no step has seen. From this call on lengths and histories are read back with the results
+  // of every step; while a stream is running they are an upper bound.
+  std::int32_t* device_rollback();
+
   // `count` new rows that continue from what a row holds, copied on the device; idle until
   // something is appended. Their options are these, with choice counting up. None, and nothing has
   // changed, when there are fewer free slots.

@@ -11,6 +11,7 @@ enum class RowStatus : std::int32_t {
   kStopToken = 2,  // the last token of the history is one of the row's stop tokens
   kLength = 3,     // the history has reached the row's limit
   kFailed = 4,     // NaN or +inf from the model, or no candidate left: no token was written
+  kRefused = 5,    // a kernel asked to take back more than the row can: nothing was, nor computed
 };
 
 // One token that a step produced, or the failure of a row.

@@ -26,6 +26,7 @@ std::uint64_t BoundPlan::address_certificate() const {
   }
   for (const void* table :
        {static_cast<const void*>(state_.row), static_cast<const void*>(state_.history),
+        static_cast<const void*>(state_.rollback), static_cast<const void*>(state_.went_back),
         static_cast<const void*>(state_.counts), static_cast<const void*>(state_.token),
         static_cast<const void*>(state_.position), static_cast<const void*>(state_.ring)}) {
     hash.add(table);

@@ -88,12 +88,15 @@ int CacheLayout::least_kept_by_states(int written) const {
   return std::max(0, (written / view.interval - view.anchors + 1) * view.interval);
 }
 
-int CacheLayout::most_ahead() const {
-  bool forgets = !states_.empty();
+bool CacheLayout::has_rings() const {
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
-    forgets = forgets || capacity(layer) < capacity_;
+    if (capacity(layer) < capacity_) return true;
   }
-  return forgets ? std::max(1, options_.rollback_depth) : capacity_;
+  return false;
+}
+
+int CacheLayout::most_ahead() const {
+  return !states_.empty() || has_rings() ? std::max(1, options_.rollback_depth) : capacity_;
 }
 
 int CacheLayout::checkpoint_interval() const {

@@ -43,6 +43,8 @@ class CacheLayout {
   // as far as its windows go, and its states.
   int least_kept_by_windows(int written) const;
   int least_kept_by_states(int written) const;
+  // Whether some layer is a ring that rows outgrow.
+  bool has_rings() const;
   // Tokens that a row may be ahead of any of its lengths and still go back to it.
   int most_ahead() const;
   // Checkpoints are of multiples of this many tokens.

@@ -24,11 +24,12 @@ std::span<const TokenEvent> Engine::step(std::span<const int> rows) {
   e.fill_tables(rows);
   if (e.lanes.empty()) return e.events;
   e.replay(StepVariant::kSample);
+  for (const Impl::Lane& lane : e.lanes) e.computed(lane.row, lane.tokens);
+  e.read_events(e.events);
+  e.read_rollbacks();
   for (const Impl::Lane& lane : e.lanes) {
-    e.computed(lane.row, lane.tokens);
     if (lane.tokens > 1) e.checkpoint(lane.row);
   }
-  e.read_events(e.events);
   return e.events;
 }
 
@@ -135,7 +136,9 @@ int Engine::Impl::require_pages(int rounds) {
 void Engine::Impl::replay(StepVariant variant) {
   guarded([&] {
     require_pages(1);
-    write_tables(variant).program->replay();
+    Program& program = *write_tables(variant).program;
+    rows->has_rolled_back();
+    program.replay();
   });
   ++counters.steps;
 }
@@ -150,6 +153,7 @@ void Engine::Impl::begin_run(std::span<const int> only, int max_rounds) {
         std::clamp(state.ring_capacity / static_cast<int>(lanes.size()), 1, max_rounds);
     const int rounds = require_pages(most);
     Program& program = *write_tables(StepVariant::kSample).program;
+    rows->has_rolled_back();
     program.begin(rounds < most ? rounds : max_rounds);
     running = &program;
     running_rows.assign(only.begin(), only.end());
@@ -164,6 +168,7 @@ bool Engine::Impl::wait_run(std::vector<TokenEvent>& out) {
   for (std::size_t i = before; i < out.size(); ++i) computed(out[i].row, 1);
   if (!end) return true;
   running = nullptr;
+  read_rollbacks();
   counters.steps += static_cast<std::uint64_t>(end->rounds);
   return false;
 }
@@ -208,11 +213,16 @@ void Engine::Impl::read_events(std::vector<TokenEvent>& out) {
   *state.ring_tail = tail;
 }
 
+void Engine::Impl::read_rollbacks() {
+  guarded([&] { rows->read_rollbacks(); });
+}
+
 void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {
   lanes.clear();
   add_lane(row, count, count);
   replay(variant);
   computed(row, count);
+  read_rollbacks();
 }
 
 // --- Scores and logits ------------------------------------------------------------------------
@@ -271,6 +281,11 @@ std::span<const float> Engine::logits(int row, std::span<const std::int32_t> tok
   });
   e.tables->clear();
   e.compute_all_rows(row, count, StepVariant::kLogits);
+  if (e.rows->row(row).status == RowStatus::kRefused) {
+    fail(ErrorCode::kContextOverflow,
+         "engine: a kernel asked to take back more of row {} than it can, and nothing was computed",
+         row);
+  }
   if (count > 1) e.checkpoint(row);
   e.rows->set_idle(row);
   const std::size_t size = tokens.size() * static_cast<std::size_t>(vocab_size());

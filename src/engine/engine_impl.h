@@ -87,6 +87,8 @@ struct Engine::Impl {
   void computed(int row, int count);
   void checkpoint(int row);
   void read_events(std::vector<TokenEvent>& out);
+  // What kernels have had taken back: lengths are right again.
+  void read_rollbacks();
   // Of the model and of what shapes its caches: a snapshot fits an engine with the same.
   std::uint64_t fingerprint() const;
   const ProgramCache::Entry& write_tables(StepVariant variant);

@@ -171,6 +171,8 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   cache_layout_ = CacheLayout(tables_.cache_specs(), cache_options(options_));
   const std::vector<StepShape> shapes = step_shapes(options_);
   limits_ = step_limits(options_, shapes);
+  limits_.rollback_depth = options_.rollback_depth;
+  limits_.most_ahead = cache_layout_.most_ahead();
   state_ = StepStateLayout(limits_);
   const PlanTables plan_tables{tables_.weights, tables_.cache_specs(), cache_layout_.shape()};
   for (const StepShape& shape : shapes) {

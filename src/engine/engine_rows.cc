@@ -46,6 +46,18 @@ void Engine::drop_last(int row, int n) {
   keep_first(row, static_cast<int>(size) - n);
 }
 void Engine::reset(int row) { keep_first(row, 0); }
+void Engine::rollback(std::span<const int> counts) {
+  impl_->settle();
+  impl_->guarded([&] { impl_->rows->rollback(counts); });
+  for (std::size_t row = 0; row < counts.size(); ++row) {
+    if (counts[row] > 0) impl_->drop_waiting(static_cast<int>(row));
+  }
+}
+std::int32_t* Engine::device_rollback() {
+  impl_->settle();
+  impl_->guarded([&] { impl_->rows->let_kernels_roll_back(); });
+  return impl_->state.rollback;
+}
 int Engine::max_rewind(int row) const { return impl_->rows->max_rewind(row); }
 int Engine::keepable(int row, int n) const {
   const int size = static_cast<int>(impl_->rows->row(row).history.size());

@@ -53,7 +53,8 @@ RowTable::RowTable(const StepState& state, int rows, int max_seq_len, int vocab_
       ladder_(states, rows, backend),
       backend_(&backend),
       max_seq_len_(max_seq_len),
-      vocab_size_(vocab_size) {
+      vocab_size_(vocab_size),
+      counts_(static_cast<std::size_t>(rows)) {
   for (Row& row : rows_) row.history.reserve(static_cast<std::size_t>(max_seq_len) + 1);
 }
 
@@ -73,6 +74,9 @@ int RowTable::open(const RowOptions& options) {
   validate(options, max_seq_len_, vocab_size_);
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].open) continue;
+    const std::int32_t none = 0;
+    backend_->write(state_.rollback + i, &none, sizeof(none));
+    rows_[i].owed = 0;
     change(static_cast<int>(i), {.max_length = max_length(options)}, &options);
     rows_[i].open = true;
     rows_[i].written = rows_[i].folded = rows_[i].floor = 0;
@@ -90,13 +94,10 @@ void RowTable::close(int index) {
 }
 
 void RowTable::configure(int index, const RowOptions& options) {
-  const Row& row = at(index);
+  Header next = header(at(index));
   validate(options, max_seq_len_, vocab_size_);
-  change(index,
-         {.length = row.length,
-          .history_length = static_cast<int>(row.history.size()),
-          .max_length = max_length(options)},
-         &options);
+  next.max_length = max_length(options);
+  change(index, next, &options);
 }
 
 void RowTable::append(int index, std::span<const TokenId> tokens) {
@@ -123,19 +124,21 @@ void RowTable::append(int index, std::span<const TokenId> tokens) {
          "needs",
          index);
   }
-  if (!tokens.empty()) {
-    backend_->write(state_.history + static_cast<std::int64_t>(index) * state_.history_stride +
-                        static_cast<std::int64_t>(row.history.size()),
-                    tokens.data(), tokens.size_bytes());
+  if (tokens.empty()) {
+    // The last token may be none that the device has queued.
+    if (row.owed > 0) settle_rollback(index);
+  } else {
+    backend_->write(
+        device_history(index) + static_cast<std::int64_t>(row.history.size()) + row.owed,
+        tokens.data(), tokens.size_bytes());
   }
   const int known = static_cast<int>(total);
   const int held = row.length;
-  change(index,
-         {.length = held == known ? known - 1 : held,
-          .history_length = known,
-          .max_length = row.max_length,
-          .status = RowStatus::kRunning},
-         nullptr);
+  Header next = header(row);
+  next.length = held == known ? known - 1 : held;
+  next.history_length = known;
+  next.status = RowStatus::kRunning;
+  change(index, next, nullptr);
   row.written = std::max(row.written, held);
   row.folded = std::max(row.folded, held);
   row.history.insert(row.history.end(), tokens.begin(), tokens.end());
@@ -156,6 +159,7 @@ void RowTable::keep_first(int index, int n) {
   Row next = {.written = std::max(row.written, row.length),
               .folded = std::max(row.folded, row.length),
               .floor = row.floor};
+  settle_rollback(index);
   if (n == 0) {
     next = {};
   } else if (n < least_kept(row)) {
@@ -163,13 +167,143 @@ void RowTable::keep_first(int index, int n) {
     next.folded = next.floor = n;
   }
   change(index,
-         {.length = std::min(row.length, n), .history_length = n, .max_length = row.max_length},
+         {.length = std::min(row.length, n),
+          .history_length = n,
+          .max_length = row.max_length,
+          .reach = reach(next),
+          .floor = next.floor},
          nullptr);
   row.written = next.written;
   row.folded = next.folded;
   row.floor = next.floor;
   row.history.resize(static_cast<std::size_t>(n));
   ladder_.forget_beyond(index, n);
+}
+
+int RowTable::reach(const Row& row) const {
+  return std::max({row.folded, row.length, caches_->has_rings() ? row.written : 0});
+}
+
+RowTable::Header RowTable::header(const Row& row) const {
+  return {.length = row.length,
+          .history_length = static_cast<int>(row.history.size()),
+          .max_length = row.max_length,
+          .reach = reach(row),
+          .floor = row.floor};
+}
+
+void RowTable::check_rollback(int index, int count) const {
+  const Row& r = row(index);
+  if (r.status != RowStatus::kRunning && r.status != RowStatus::kIdle) {
+    fail(ErrorCode::kInvalidArgument, "engine: row {} has stopped and takes nothing back", index);
+  }
+  const int most = std::min(
+      {state_.rollback_depth, r.length - r.floor, state_.most_ahead - (reach(r) - r.length)});
+  if (count < 0 || count > most) {
+    fail(ErrorCode::kContextOverflow,
+         "engine: row {} holds {} tokens and can take back at most {} of them, not {} (the "
+         "rollback depth is {})",
+         index, r.length, std::max(0, most), count, state_.rollback_depth);
+  }
+}
+
+void RowTable::rollback(std::span<const int> counts) {
+  if (counts.size() != rows_.size()) {
+    fail(ErrorCode::kInvalidArgument,
+         "engine: rollback of {} rows, expected a count for each of {}", counts.size(),
+         rows_.size());
+  }
+  for (int i = 0; i < state_.rows; ++i) {
+    const int count = counts[static_cast<std::size_t>(i)];
+    if (count != 0) check_rollback(i, count);
+  }
+  int first = state_.rows;
+  int end = 0;
+  for (int i = 0; i < state_.rows; ++i) {
+    const int count = counts[static_cast<std::size_t>(i)];
+    if (rows_[static_cast<std::size_t>(i)].owed + count > state_.rollback_depth) settle_rollback(i);
+    counts_[static_cast<std::size_t>(i)] = rows_[static_cast<std::size_t>(i)].owed + count;
+    if (count == 0) continue;
+    first = std::min(first, i);
+    end = i + 1;
+  }
+  if (end == 0) return;
+  if (!kernels_roll_back_) {
+    backend_->write(state_.rollback + first, counts_.data() + first,
+                    static_cast<std::size_t>(end - first) * sizeof(std::int32_t));
+  }
+  for (int i = first; i < end; ++i) {
+    const int count = counts[static_cast<std::size_t>(i)];
+    if (count == 0) continue;
+    Row& row = rows_[static_cast<std::size_t>(i)];
+    row.written = std::max(row.written, row.length);
+    row.folded = std::max(row.folded, row.length);
+    const auto held = row.history.begin() + row.length;
+    row.history.erase(held - count, held);
+    row.length -= count;
+    ladder_.forget_beyond(i, row.length);
+    if (kernels_roll_back_) {
+      tell(i);
+    } else {
+      row.owed += count;
+    }
+  }
+}
+
+void RowTable::has_rolled_back() {
+  for (Row& row : rows_) row.owed = 0;
+}
+
+void RowTable::settle_rollback(int index) {
+  Row& row = at(index);
+  if (row.owed == 0 && !kernels_roll_back_) return;
+  const std::int32_t none = 0;
+  backend_->write(state_.rollback + index, &none, sizeof(none));
+  if (row.owed == 0) return;
+  row.owed = 0;
+  tell(index);
+}
+
+void RowTable::tell(int index) {
+  const Row& row = rows_[static_cast<std::size_t>(index)];
+  if (row.pending() > 0) {
+    backend_->write(device_history(index) + row.length, row.history.data() + row.length,
+                    static_cast<std::size_t>(row.pending()) * sizeof(TokenId));
+  }
+  Header next = header(row);
+  next.status = row.status;
+  change(index, next, nullptr);
+}
+
+void RowTable::let_kernels_roll_back() {
+  for (int i = 0; i < state_.rows; ++i) {
+    if (rows_[static_cast<std::size_t>(i)].open) settle_rollback(i);
+  }
+  kernels_roll_back_ = true;
+}
+
+void RowTable::read_rollbacks() {
+  if (!kernels_roll_back_) return;
+  backend_->read(counts_.data(), state_.went_back, counts_.size() * sizeof(std::int32_t));
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    if (counts_[i] == 0) continue;
+    const std::int32_t none = 0;
+    backend_->write(state_.went_back + i, &none, sizeof(none));
+    Row& row = rows_[i];
+    if (!row.open) continue;
+    const int index = static_cast<int>(i);
+    backend_->read(&image_, state_.row + i, offsetof(RowState, sampling));
+    row.length = image_.length;  // first: what it was before may never have been held
+    if (image_.reach > reach(row)) {
+      row.written = std::max(row.written, image_.reach);
+      row.folded = std::max(row.folded, image_.reach);
+    }
+    row.history.resize(static_cast<std::size_t>(image_.history_length));
+    backend_->read(row.history.data(), device_history(index), row.history.size() * sizeof(TokenId));
+    ladder_.forget_beyond(index, counts_[i] - 1);
+    // The device is not told of every row that goes idle.
+    if (row.running() || image_.status == RowStatus::kRefused) row.status = image_.status;
+  }
 }
 
 int RowTable::least_kept(const Row& row) const {
@@ -197,14 +331,16 @@ void RowTable::checkpoint(int index) {
 
 void RowTable::adopt(int index, std::span<const TokenId> history, const Row& like) {
   Row& row = at(index);
+  settle_rollback(index);
   if (!history.empty()) {
-    backend_->write(state_.history + static_cast<std::int64_t>(index) * state_.history_stride,
-                    history.data(), history.size_bytes());
+    backend_->write(device_history(index), history.data(), history.size_bytes());
   }
   change(index,
          {.length = like.length,
           .history_length = static_cast<int>(history.size()),
-          .max_length = row.max_length},
+          .max_length = row.max_length,
+          .reach = reach(like),
+          .floor = like.floor},
          nullptr);
   row.written = like.written;
   row.folded = like.folded;
@@ -216,6 +352,8 @@ void RowTable::adopt(int index, std::span<const TokenId> history, const Row& lik
 void RowTable::swap(int a, int b) {
   Row& first = at(a);
   Row& second = at(b);
+  settle_rollback(a);
+  settle_rollback(b);
   RowState other;
   backend_->read(&image_, state_.row + a, sizeof(image_));
   backend_->read(&other, state_.row + b, sizeof(other));
@@ -223,8 +361,8 @@ void RowTable::swap(int a, int b) {
   backend_->write(state_.row + b, &image_, sizeof(image_));
   for (const auto& [to, from] : {std::pair{a, &second}, std::pair{b, &first}}) {
     if (from->history.empty()) continue;
-    backend_->write(state_.history + static_cast<std::int64_t>(to) * state_.history_stride,
-                    from->history.data(), from->history.size() * sizeof(TokenId));
+    backend_->write(device_history(to), from->history.data(),
+                    from->history.size() * sizeof(TokenId));
   }
   std::swap(first, second);
   ladder_.swap(a, b);
@@ -241,10 +379,13 @@ void RowTable::set_idle(int index) {
 }
 
 void RowTable::change(int index, const Header& header, const RowOptions* options) {
-  image_.length = header.length;
-  image_.history_length = header.history_length;
+  Row& row = rows_[static_cast<std::size_t>(index)];
+  image_.length = header.length + row.owed;
+  image_.history_length = header.history_length + row.owed;
   image_.max_length = header.max_length;
   image_.status = header.status;
+  image_.reach = header.reach;
+  image_.floor = header.floor;
   std::size_t bytes = offsetof(RowState, sampling);
   if (options) {
     image_.sampling = sampling_state(options->sampling);
@@ -257,7 +398,6 @@ void RowTable::change(int index, const Header& header, const RowOptions* options
     bytes = offsetof(RowState, bias) + biases.size() * sizeof(LogitBias);
   }
   backend_->write(state_.row + index, &image_, bytes);
-  Row& row = rows_[static_cast<std::size_t>(index)];
   row.length = header.length;
   row.max_length = header.max_length;
   row.status = header.status;

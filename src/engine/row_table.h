@@ -26,6 +26,16 @@ class RowTable {
   void configure(int row, const RowOptions& options);
   void append(int row, std::span<const TokenId> tokens);
   void keep_first(int row, int n);
+  // What RollbackOp does of every row, told to the device for the next step. ContextOverflow, or
+  // InvalidArgument for a row that is not open or has stopped, and nothing has changed.
+  void rollback(std::span<const int> counts);
+  // A step has begun, which starts with that.
+  void has_rolled_back();
+  // From now on kernels write counts: the host's are told to the device at once, so that neither
+  // overwrites the other's.
+  void let_kernels_roll_back();
+  // Reads what they have had taken back, or were refused.
+  void read_rollbacks();
   // Tokens of the history that can be taken back; all can be forgotten in any case.
   int max_rewind(int row) const;
   // The most first tokens, at most n, that can be kept: n, or those of a checkpoint, or none.
@@ -39,6 +49,7 @@ class RowTable {
     int written = 0;  // the most they have held before tokens were taken back
     int folded = 0;   // the same of the states, since a checkpoint was restored
     int floor = 0;    // below this many tokens there is no state since then
+    int owed = 0;     // tokens taken back that the device still counts, until its next step
     int max_length = 0;
     RowStatus status = RowStatus::kIdle;
     std::vector<TokenId> history;  // capacity max_seq_len + 1: never grows
@@ -71,9 +82,24 @@ class RowTable {
     int history_length = 0;
     int max_length = 0;
     RowStatus status = RowStatus::kIdle;
+    int reach = 0;
+    int floor = 0;
   };
 
   Row& at(int index);
+  TokenId* device_history(int index) const {
+    return state_.history + static_cast<std::int64_t>(index) * state_.history_stride;
+  }
+  // The most tokens that layers which forget have held.
+  int reach(const Row& row) const;
+  // Of an idle row.
+  Header header(const Row& row) const;
+  void check_rollback(int index, int count) const;
+  // Tells the device at once what it would do with its next step. What a kernel has asked for, and
+  // no step has seen, is dropped.
+  void settle_rollback(int index);
+  // Writes what is queued, and the header.
+  void tell(int index);
   int least_kept(const Row& row) const;
   int max_length(const RowOptions& options) const {
     return options.max_length ? options.max_length : max_seq_len_;
@@ -89,6 +115,8 @@ class RowTable {
   Backend* backend_;
   int max_seq_len_;
   int vocab_size_;
+  bool kernels_roll_back_ = false;
+  std::vector<std::int32_t> counts_;  // [rows] to or from the device
 };
 
 }  // namespace pianola

@@ -33,6 +33,7 @@ struct Verb {
 };
 constexpr Verb kVerbs[] = {{"open_row, append", Takes::kNothing},
                            {"keep_first, drop_last, reset", Takes::kNothing},
+                           {"rollback, with the next step", Takes::kDecodeStep},
                            {"fork, swap, snapshot, restore", Takes::kNothing},
                            {"step: a prompt", Takes::kChunkStep},
                            {"step: a token a row", Takes::kDecodeStep},

@@ -116,6 +116,7 @@ FinishReason Sequence::reason_for(RowStatus status) const {
                  ? FinishReason::kLength
                  : FinishReason::kContext;
     case RowStatus::kFailed:
+    case RowStatus::kRefused:
       return FinishReason::kFailed;
     case RowStatus::kIdle:
     case RowStatus::kRunning:

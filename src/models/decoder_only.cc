@@ -327,6 +327,7 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
   const BufferId residual = config.post_norms ? BufferId{} : x;
   const ExpertBuffers routing = expert_buffers(r, config);
 
+  r.record(RollbackOp{});
   r.record(EmbedOp{
       .table = tables.embedding, .scale = static_cast<float>(config.embedding_scale), .out = x});
   for (std::int32_t layer = 0; layer < static_cast<std::int32_t>(tables.layers.size()); ++layer) {

@@ -61,6 +61,15 @@ enum class RouteScore : std::uint8_t {
 };
 const char* route_score_name(RouteScore score);  // "softmax", ...
 
+// Begins a round, in front of every other op. rollback[row] tokens, when they are not 0, are taken
+// back from the row's caches and from its history; what is queued behind them stays queued, and the
+// row's tokens of this step get the positions from its new length on. All of the caches follow from
+// that length. Refused are more than rollback_depth tokens, or fewer than 0; more than lead back to
+// the row's floor; a way back of more than most_ahead from the most that the row has held; and a
+// row that has stopped. Then nothing of the row has changed but that it has stopped now, with
+// kRefused, and its tokens of this step are masked. Either way rollback[row] is 0 afterwards.
+struct RollbackOp {};
+
 // out[t] = table[token[t]] * scale; 0 for a masked token.
 struct EmbedOp {
   WeightId table;   // [vocab, width]
@@ -250,9 +259,9 @@ struct SampleOp {
 // lane's next round are written, or position -1 when the row has stopped.
 struct AdvanceOp {};
 
-using Op = std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp, DeltaRuleOp,
-                        SsmOp, GateOp, GatedNormOp, GatedMlpOp, RouteOp, ExpertsOp, LmHeadOp,
-                        ScoreOp, SampleOp, AdvanceOp>;
+using Op = std::variant<RollbackOp, EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp,
+                        DeltaRuleOp, SsmOp, GateOp, GatedNormOp, GatedMlpOp, RouteOp, ExpertsOp,
+                        LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
 
 // "embed", "qkv", ...
 const char* op_name(const Op& op);

@@ -15,6 +15,9 @@ class Printer {
   Printer(const Plan& plan, std::span<const WeightDecl> weights, const CacheSpecs& caches)
       : plan_(plan), weights_(weights), caches_(caches) {}
 
+  std::string operator()(const RollbackOp&) const {
+    return "rollback   rows, position <- rollback";
+  }
   std::string operator()(const EmbedOp& o) const {
     return fmt::format("embed      {} <- token  table={}{}", b(o.out), w(o.table),
                        o.scale == 1 ? "" : fmt::format(" scale={:.6g}", o.scale));

@@ -93,6 +93,10 @@ void Recorder::expect_norm(const RmsNorm& norm, std::int64_t size) const {
   expect(norm.eps > 0, "a positive eps");
 }
 
+void Recorder::check(const RollbackOp&) const {
+  expect(plan_.ops.empty(), "nothing before rollback: tables and lengths follow from it");
+}
+
 void Recorder::check(const EmbedOp& op) const {
   const std::int64_t out = width(op.out, Extent::kTokens);
   expect(weight(op.table).role == WeightRole::kEmbedding && weight(op.table).cols == out,

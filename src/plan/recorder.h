@@ -31,6 +31,7 @@ class Recorder {
   const StepShape& shape() const { return plan_.shape; }
 
  private:
+  void check(const RollbackOp& op) const;
   void check(const EmbedOp& op) const;
   void check(const NormOp& op) const;
   void check(const LinearOp& op) const;

@@ -33,8 +33,12 @@ StepState carve(const StepLimits& limits, Carver& carver, Carver& shared) {
   s.rows = limits.rows;
   s.history_stride = limits.max_seq_len + 1;
   s.ring_capacity = std::max(1024, 64 * limits.lanes);
+  s.rollback_depth = limits.rollback_depth;
+  s.most_ahead = limits.most_ahead;
   s.row = carver.take<RowState>(rows);
   s.history = carver.take<TokenId>(rows * static_cast<std::size_t>(s.history_stride));
+  s.rollback = carver.take<std::int32_t>(rows);
+  s.went_back = carver.take<std::int32_t>(rows);
   s.counts = carver.take<StepCounts>(1);
   s.token = carver.take<TokenId>(tokens);
   s.position = carver.take<std::int32_t>(tokens);

@@ -45,6 +45,8 @@ struct RowState {
   std::int32_t history_length = 0;  // tokens known: those in the caches and those to compute next
   std::int32_t max_length = 0;      // the row stops when its history reaches this
   RowStatus status = RowStatus::kIdle;
+  std::int32_t reach = 0;  // the most tokens that layers which forget have held before a rollback
+  std::int32_t floor = 0;  // fewer tokens than these cannot be gone back to
   SamplingState sampling;
   std::int32_t stop_count = 0;
   TokenId stop_tokens[kMaxStopTokens] = {};
@@ -73,9 +75,18 @@ struct StepState {
   std::int32_t rows = 0;
   std::int32_t history_stride = 0;
   std::int32_t ring_capacity = 0;
+  std::int32_t rollback_depth = 0;  // most tokens of a row that RollbackOp takes back
+  std::int32_t most_ahead = 0;      // most tokens that a row may have held beyond where it goes
 
   RowState* row = nullptr;     // [rows]
   TokenId* history = nullptr;  // [rows, history_stride]
+
+  // What RollbackOp takes back of each row, and sets to 0. Written by the host, or on the device by
+  // whatever runs before the step.
+  std::int32_t* rollback = nullptr;  // [rows]
+  // Where it was asked for something since the host has set this to 0: n + 1, when n tokens were
+  // the fewest that the row has had.
+  std::int32_t* went_back = nullptr;  // [rows]
 
   StepCounts* counts = nullptr;         // [1]
   TokenId* token = nullptr;             // [tokens]
@@ -105,6 +116,8 @@ struct StepLimits {
   int tokens = 1;  // of the largest step
   int lanes = 1;
   int logit_rows = 1;
+  int rollback_depth = 0;
+  int most_ahead = 0;  // at least rollback_depth
 };
 
 class StepStateLayout {

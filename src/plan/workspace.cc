@@ -9,6 +9,7 @@ namespace pianola {
 namespace {
 
 struct BuffersOf {
+  std::vector<BufferId> operator()(const RollbackOp&) const { return {}; }
   std::vector<BufferId> operator()(const EmbedOp& o) const { return {o.out}; }
   std::vector<BufferId> operator()(const NormOp& o) const { return {o.in, o.out}; }
   std::vector<BufferId> operator()(const LinearOp& o) const { return {o.in, o.residual, o.out}; }

@@ -353,6 +353,148 @@ TEST_P(CaptureTest, GoingBackAndAppendingAgainGivesTheSameBits) {
   }
 }
 
+constexpr int kDepth = 16;  // EngineOptions::rollback_depth
+
+// Any number of the last tokens taken back on the device and appended again: the bits are those of
+// never having gone back.
+TEST_P(CaptureTest, TakingBackOnTheDeviceAndAppendingAgainGivesTheSameBits) {
+  const auto tokens = prompt(7, 70);
+  const Trace whole = solo(tokens, options(4, 140));
+  Engine engine = make_engine(2);
+  const int row = engine.open_row(options(4, 140));
+  std::vector<Trace> traces(2);
+  engine.append(row, tokens);
+  while (traces[0].tokens.size() < 20) record(engine.step(), traces);
+  for (int count = 0; count <= kDepth; ++count) {
+    engine.drop_last(row, 1);  // the token that is in no cache yet
+    traces[0].tokens.pop_back();
+    traces[0].logprobs.pop_back();
+    std::vector<TokenId> all = tokens;
+    all.insert(all.end(), traces[0].tokens.begin(), traces[0].tokens.end());
+    const int length = engine.length(row);
+    ASSERT_EQ(length, static_cast<int>(all.size()));
+    engine.rollback({{count, 0}});
+    EXPECT_EQ(engine.length(row), length - count);
+    EXPECT_EQ(static_cast<int>(engine.history(row).size()), length - count);
+    engine.append(row, std::span(all).last(static_cast<std::size_t>(count)));
+    record(engine.step(), traces);  // the token that was dropped
+    record(engine.step(), traces);
+    EXPECT_EQ(engine.length(row), length + 1) << "count " << count;
+  }
+  while (engine.has_work()) record(engine.run(1000), traces);
+  traces[0].cache = stored(engine, row);
+  EXPECT_EQ(traces[0].tokens, whole.tokens);
+  EXPECT_TRUE(traces[0] == whole);
+}
+
+// What is queued moves up behind what is kept. By every executor, and in a loop, whose first round
+// takes back and whose others follow; also when a kernel says how many, and nobody knows before the
+// results are read.
+TEST_P(CaptureTest, ARowGoesOnFromWhatItsStepTakesBack) {
+  const std::vector<int> counts = {0, 1, 7, kDepth};
+  constexpr int kOther = 30;  // tokens of a row that takes nothing back
+  std::vector<Trace> want(counts.size());
+  for (const bool eager : {true, false}) {
+    for (const bool dependent : {true, false}) {
+      if (GetParam().backend != "cuda" && (eager || !dependent)) continue;  // it has neither
+      for (const auto& [rounds, kernel] : {std::pair{1, false}, {1, true}, {9, false}, {9, true}}) {
+        SCOPED_TRACE(testing::Message() << "eager " << eager << ", dependent " << dependent
+                                        << ", rounds " << rounds << ", kernel " << kernel);
+        eager_ = eager;
+        dependent_launch_ = dependent;
+        Engine engine = make_engine(2);
+        const std::uint64_t captures = engine.counters().captures;
+        const int other = engine.open_row(options(9, 0));
+        engine.append(other, prompt(8, kOther));
+        const int row = engine.open_row(options(5, 0));
+        engine.append(row, prompt(9, 50));
+        for (std::size_t i = 0; i < counts.size(); ++i) {
+          for (int n = 0; n < 20; ++n) engine.step();
+          std::vector<TokenId> all(engine.history(row).begin(), engine.history(row).end());
+          const int length = engine.length(row);
+          ASSERT_EQ(static_cast<int>(all.size()), length + 1);
+          all.erase(all.end() - 1 - counts[i], all.end() - 1);
+          std::vector<Trace> traces(2);
+          if (kernel) {
+            std::int32_t* device = engine.device_rollback();
+            EngineTestAccess::impl(engine).backend->write(device + row, &counts[i],
+                                                          sizeof(std::int32_t));
+            EXPECT_EQ(engine.length(row), length);
+          } else {
+            engine.rollback({{0, counts[i]}});
+            EXPECT_TRUE(std::ranges::equal(engine.history(row), all));
+          }
+          for (int n = 0; n < 9; n += rounds) record(engine.run(rounds), traces);
+          EXPECT_EQ(engine.length(row), length - counts[i] + 9);
+          Trace& got = traces[static_cast<std::size_t>(row)];
+          ASSERT_EQ(got.tokens.size(), 9U);
+          got.cache = stored(engine, row);
+          if (want[i].tokens.empty()) {
+            Engine fresh = make_engine(1);
+            std::vector<Trace> alone(1);
+            fresh.open_row(options(5, 0));
+            fresh.append(0, all);
+            while (alone[0].tokens.size() < 9) record(fresh.step(), alone);
+            alone[0].cache = stored(fresh, 0);
+            want[i] = alone[0];
+          }
+          EXPECT_TRUE(got == want[i]) << "count " << counts[i];
+          all.insert(all.end(), got.tokens.begin(), got.tokens.end());
+          EXPECT_TRUE(std::ranges::equal(engine.history(row), all));
+        }
+        EXPECT_EQ(engine.counters().captures, captures);
+      }
+    }
+  }
+}
+
+// A kernel that asks for too much stops its row, of which nothing has changed, and no other.
+TEST_P(CaptureTest, WhatCannotBeTakenBackStopsItsRow) {
+  const Trace whole = solo(prompt(11, 20), options(6, 60));
+  for (const bool loop : {false, true}) {
+    Engine engine = make_engine(3);
+    std::vector<Trace> traces(3);
+    const int good = engine.open_row(options(6, 60));
+    engine.append(good, prompt(11, 20));
+    const int bad = engine.open_row(options(7, 200));
+    engine.append(bad, prompt(12, 40));
+    const int done = engine.open_row(options(8, 43));
+    engine.append(done, prompt(13, 40));
+    while (traces[static_cast<std::size_t>(bad)].tokens.size() < 5) record(engine.step(), traces);
+    ASSERT_EQ(engine.status(done), RowStatus::kLength);
+    const std::vector<std::byte> bytes = stored(engine, bad);
+    const std::vector<TokenId> known(engine.history(bad).begin(), engine.history(bad).end());
+    const int length = engine.length(bad);
+
+    expect_error(ErrorCode::kContextOverflow, "can take back at most 16",
+                 [&] { engine.rollback({{0, kDepth + 1, 0}}); });
+    expect_error(ErrorCode::kContextOverflow, "not -1", [&] { engine.rollback({{1, -1, 0}}); });
+    expect_error(ErrorCode::kInvalidArgument, "row 2 has stopped",
+                 [&] { engine.rollback({{1, 1, 1}}); });
+    const std::int32_t counts[] = {0, kDepth + 1, 1};
+    EngineTestAccess::impl(engine).backend->write(engine.device_rollback(), counts, sizeof(counts));
+    record(loop ? engine.run(1000) : engine.step(), traces);
+    EXPECT_EQ(engine.status(bad), RowStatus::kRefused);
+    EXPECT_EQ(engine.status(done), RowStatus::kLength);
+    EXPECT_EQ(engine.length(bad), length);
+    EXPECT_TRUE(std::ranges::equal(engine.history(bad), known));
+    EXPECT_EQ(stored(engine, bad), bytes);
+    EXPECT_EQ(traces[static_cast<std::size_t>(bad)].tokens.size(), 5U);
+
+    while (engine.status(good) == RowStatus::kRunning) record(engine.step(), traces);
+    traces[static_cast<std::size_t>(good)].cache = stored(engine, good);
+    EXPECT_TRUE(traces[static_cast<std::size_t>(good)] == whole);
+    engine.append(bad, {});  // it goes on from where it was
+    while (traces[static_cast<std::size_t>(bad)].tokens.size() < 10) record(engine.step(), traces);
+    std::vector<Trace> alone(1);
+    Engine fresh = make_engine();
+    fresh.open_row(options(7, 200));
+    fresh.append(0, prompt(12, 40));
+    while (alone[0].tokens.size() < 10) record(fresh.step(), alone);
+    EXPECT_EQ(traces[static_cast<std::size_t>(bad)].tokens, alone[0].tokens);
+  }
+}
+
 TEST_P(CaptureTest, ALoopIsItsSteps) {
   constexpr int kRows = 3;
   const auto start = [&](Engine& engine) {

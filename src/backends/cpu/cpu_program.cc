@@ -45,6 +45,9 @@ float* CpuProgram::rope_rows(const Rope& rope) const {
 }
 
 void CpuProgram::replay() {
+  // In front of the workers: what each of them begins with follows from it.
+  const auto* rollback = std::get_if<RollbackOp>(&bound_.plan().ops.front());
+  if (rollback) reference::run(*rollback, bound_);
   pool_.run([this](int index, int count) {
     const Worker w{index, count};
     begin_step(w);

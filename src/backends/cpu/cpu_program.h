@@ -44,6 +44,7 @@ class CpuProgram final : public Program {
   using Gate = void (*)(const float* gate, const float* up, int n, float* y);
 
   void begin_step(Worker w);
+  void execute(const RollbackOp&, Worker) {}  // replay() has done it
   void execute(const EmbedOp& op, Worker w);
   void execute(const NormOp& op, Worker w);
   void execute(const LinearOp& op, Worker w);

@@ -67,6 +67,7 @@ struct Needs {
     }
   }
 
+  void operator()(const RollbackOp&) {}
   void operator()(const EmbedOp&) {}
   void operator()(const NormOp&) {}
   void operator()(const LinearOp& op) { matrix(op.weight); }

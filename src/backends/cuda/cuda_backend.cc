@@ -123,6 +123,12 @@ StateId state_of(const Op& op) {
 }  // namespace
 
 void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
+  if (plan.ops.size() > 1 && std::holds_alternative<RollbackOp>(plan.ops.front()) &&
+      !std::holds_alternative<EmbedOp>(plan.ops[1])) {
+    fail(ErrorCode::kUnsupported,
+         "cuda backend: rollback in front of {} has no kernel (it is part of that of embed)",
+         op_name(plan.ops[1]));
+  }
   for (const Op& op : plan.ops) {
     if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
       if (conv->activation.value_or(Activation::kSilu) != Activation::kSilu) {

@@ -249,6 +249,7 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
   for (int i = first; i < last; ++i) {
     const auto index = static_cast<std::size_t>(i);
     const Op& op = ops[index];
+    if (std::holds_alternative<RollbackOp>(op)) continue;  // the kernel of the EmbedOp behind it
     if (const auto* qkv = std::get_if<QkvOp>(&op)) {
       project_qkv(*qkv, index, l);
       l.dependent = dependent;
@@ -292,12 +293,15 @@ void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
   }
 }
 
-void StepKernels::run(const EmbedOp& op, std::size_t, const Launch& l) const {
+void StepKernels::run(const EmbedOp& op, std::size_t index, const Launch& l) const {
+  const bool rolls_back =
+      index > 0 && std::holds_alternative<RollbackOp>(bound_.plan().ops[index - 1]);
   embed({.table = packed(op.table),
          .scale = op.scale,
          .out = bound_.buffer(op.out),
          .state = bound_.state(),
-         .tokens = tokens()},
+         .tokens = tokens(),
+         .rolls_back = rolls_back},
         l);
 }
 

@@ -8,6 +8,7 @@
 
 namespace pianola::reference {
 
+void run(const RollbackOp& op, const BoundPlan& bound);
 void run(const EmbedOp& op, const BoundPlan& bound);
 void run(const NormOp& op, const BoundPlan& bound);
 void run(const LinearOp& op, const BoundPlan& bound);

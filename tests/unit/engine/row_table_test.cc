@@ -164,6 +164,60 @@ TEST_F(RowTableTest, AFailedWriteChangesNothing) {
   EXPECT_EQ(table_.row(row).length, 3);
 }
 
+// What was taken back is the device's until its next step: it counts those tokens, and what is
+// queued lies behind them.
+TEST_F(RowTableTest, WhatIsOwedIsToldWithWhateverIsToldBeforeTheNextStep) {
+  const StepStateLayout layout(
+      {.rows = kRows, .max_seq_len = kMaxSeqLen, .rollback_depth = 4, .most_ahead = kMaxSeqLen});
+  std::vector<std::byte> memory(layout.bytes() + kAlign);
+  std::vector<std::byte> shared(layout.shared_bytes() + kAlign);
+  const StepState state = layout.bind(aligned(memory), aligned(shared));
+  RowTable table(state, kRows, kMaxSeqLen, kVocab, caches_, {}, backend_);
+  ASSERT_EQ(table.open({}), 0);
+  table.append(0, std::vector<TokenId>{1, 2, 3, 4, 5, 6, 7, 8});
+  table.computed(0, 6);
+  state.row[0].length = 6;
+  const auto device_history = [&] {
+    return std::vector<TokenId>(state.history, state.history + state.row[0].history_length);
+  };
+
+  backend_.writes_until_failure = 0;
+  expect_error(ErrorCode::kDevice, "the write failed", [&] { table.rollback({{3, 0}}); });
+  backend_.writes_until_failure = -1;
+  EXPECT_EQ(table.row(0).length, 6);
+  table.rollback({{3, 0}});
+  EXPECT_EQ(state.rollback[0], 3);
+  EXPECT_EQ(state.row[0].length, 6);
+  EXPECT_EQ(table.row(0).length, 3);
+  EXPECT_EQ(table.row(0).history, (std::vector<TokenId>{1, 2, 3, 7, 8}));
+
+  table.append(0, std::vector<TokenId>{9});
+  EXPECT_EQ(state.row[0].length, 6);
+  EXPECT_EQ(device_history(), (std::vector<TokenId>{1, 2, 3, 4, 5, 6, 7, 8, 9}));
+  EXPECT_EQ(table.row(0).history, (std::vector<TokenId>{1, 2, 3, 7, 8, 9}));
+
+  table.rollback({{1, 0}});  // and one more
+  EXPECT_EQ(state.rollback[0], 4);
+  table.rollback({{1, 0}});  // which is more than one step takes back
+  EXPECT_EQ(state.rollback[0], 1);
+  EXPECT_EQ(state.row[0].length, 2);
+  EXPECT_EQ(device_history(), (std::vector<TokenId>{1, 2, 7, 8, 9}));
+  EXPECT_EQ(table.row(0).history, (std::vector<TokenId>{1, 7, 8, 9}));
+
+  expect_error(ErrorCode::kContextOverflow, "at most 1 of them, not 2",
+               [&] { table.rollback({{2, 0}}); });
+  expect_error(ErrorCode::kContextOverflow, "not -1", [&] { table.rollback({{-1, 0}}); });
+  expect_error(ErrorCode::kInvalidArgument, "row 1 is not open", [&] { table.rollback({{1, 1}}); });
+  expect_error(ErrorCode::kInvalidArgument, "a count for each of 2",
+               [&] { table.rollback({{1}}); });
+  EXPECT_EQ(state.rollback[0], 1);
+
+  table.keep_first(0, 3);
+  EXPECT_EQ(state.rollback[0], 0);
+  EXPECT_EQ(state.row[0].length, 1);
+  EXPECT_EQ(device_history(), (std::vector<TokenId>{1, 7, 8}));
+}
+
 TEST_F(RowTableTest, ARowThatFailsToOpenStaysFree) {
   ASSERT_EQ(table_.open({}), 0);
   backend_.writes_until_failure = 0;

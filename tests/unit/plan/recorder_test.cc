@@ -102,6 +102,13 @@ TEST(Recorder, RefusesBuffersWithoutWidth) {
   expect_refused([&] { t.recorder.buffer("less", Extent::kTokens, -3); }, {"less", "width -3"});
 }
 
+TEST(Recorder, RollbackIsFirst) {
+  TinyRecorder t;
+  t.recorder.record(RollbackOp{});
+  t.recorder.record(t.embed());
+  expect_refused([&] { t.recorder.record(RollbackOp{}); }, {"rollback", "nothing before"});
+}
+
 TEST(Recorder, Embed) {
   const auto no = [](auto spoil) { refuse<EmbedOp>(&TinyRecorder::embed, "embed", spoil); };
   no([](EmbedOp& op, auto&) { op.table = {}; });

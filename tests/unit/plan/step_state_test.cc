@@ -29,6 +29,8 @@ std::vector<Region> regions(const StepState& s, const StepLimits& limits) {
   const auto n = [](int count) { return static_cast<std::size_t>(count); };
   return {region("row", s.row, n(limits.rows)),
           region("history", s.history, n(limits.rows) * n(s.history_stride)),
+          region("rollback", s.rollback, n(limits.rows)),
+          region("went_back", s.went_back, n(limits.rows)),
           region("counts", s.counts, 1),
           region("token", s.token, n(limits.tokens)),
           region("position", s.position, n(limits.tokens)),

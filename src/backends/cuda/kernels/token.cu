@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "backends/cuda/kernels/rollback.cuh"
 #include "backends/cuda/kernels/unpack.cuh"
 
 namespace pianola::cuda {
@@ -10,18 +11,28 @@ namespace {
 
 constexpr int kEmbedThreads = 256;
 
-// Tokens on x, pieces of kCount columns on y.
+// Tokens on x, pieces of kCount columns on y. Behind the tokens a column of blocks whose first one
+// takes tokens back: beside the others, which read nothing of what it changes but a position's
+// sign.
 template <Codes kCodes, Scales kScales, int kCount>
 __global__ void __launch_bounds__(kEmbedThreads)
-    embed_kernel(PackedRows table, float scale, float* out, const StepCounts* counts,
-                 const TokenId* token, const std::int32_t* position) {
-  allow_next();
+    embed_kernel(PackedRows table, float scale, float* out, int bucket,
+                 const __grid_constant__ StepState state) {
   const int t = static_cast<int>(blockIdx.x);
+  if (t == bucket) {
+    if (blockIdx.y == 0) {
+      wait_for_previous();
+      take_back<kEmbedThreads>(state);
+    }
+    allow_next();
+    return;
+  }
+  allow_next();
   const int col = static_cast<int>(blockIdx.y * kEmbedThreads + threadIdx.x) * kCount;
   wait_for_previous();
-  const int tokens = __ldcg(&counts->tokens);
-  const int at = __ldcg(position + t);
-  const TokenId id = __ldcg(token + t);
+  const int tokens = __ldcg(&state.counts->tokens);
+  const int at = __ldcg(state.position + t);
+  const TokenId id = __ldcg(state.token + t);
   if (t >= tokens || col >= table.cols) return;
   float value[kCount] = {};
   if (at >= 0) unpack_values<kCodes, kScales>(table, id, col, value);
@@ -171,11 +182,11 @@ void embed(const EmbedArgs& args, const Launch& launch) {
   with_form(args.table, [&](auto form) {
     using F = decltype(form);
     const int columns = kEmbedThreads * F::kCount;  // of one CTA
-    const dim3 grid(static_cast<unsigned>(args.tokens),
+    const dim3 grid(static_cast<unsigned>(args.tokens + (args.rolls_back ? 1 : 0)),
                     static_cast<unsigned>((args.table.cols + columns - 1) / columns));
     launch_kernel(launch, "embed", embed_kernel<F::kCodes, F::kScales, F::kCount>, grid,
                   dim3(kEmbedThreads), 0, packed_rows(args.table), args.scale, args.out,
-                  args.state.counts, args.state.token, args.state.position);
+                  args.tokens, args.state);
   });
 }
 

@@ -12,9 +12,11 @@ struct EmbedArgs {
   float scale = 1;
   float* out = nullptr;  // [tokens, width]
   StepState state;
-  int tokens = 1;  // of the bucket
+  int tokens = 1;           // of the bucket
+  bool rolls_back = false;  // RollbackOp as well, in a thread block of its own
 };
-// out[t] = table[token[t]] * scale of live tokens; 0 for a masked one.
+// out[t] = table[token[t]] * scale of live tokens; 0 for a masked one (or its embedding, when it is
+// this kernel that masks it).
 void embed(const EmbedArgs& args, const Launch& launch);
 
 struct NormArgs {
