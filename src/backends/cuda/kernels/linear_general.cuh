@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
     const int end = step_end * S::kCols;
     float4 norm[kHeld];
     load_norm(p.norm, p.cols, first, end, lane, norm);
+    keep_addresses(p, mine, first + 4 * lane);
     wait_for_previous();
     live = live_tokens(p);
     held_residual = load_residual(mine);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "backends/cuda/kernels/linear_few.cuh"
 #include "backends/cuda/kernels/linear_general.cuh"
 #include "backends/cuda/kernels/linear_one.cuh"
 #include "backends/cuda/kernels/linear_stream.cuh"
@@ -74,6 +75,23 @@ void launch_one_token(const Params& shape, const Launch& launch) {
   if (quads <= 2) return launch_one_token<codes, kTiles, 2>(params, launch);
   if (quads <= 4) return launch_one_token<codes, kTiles, 4>(params, launch);
   launch_one_token<codes, kTiles, 8>(params, launch);
+}
+
+// Whether few_kernel took the launch.
+template <Codes codes, Scales scales>
+bool launch_few(const Params& p, const Launch& launch) {
+  const int steps = ceil_div(p.steps, p.slices);
+  if (p.tokens != 1 || steps > 4) return false;
+  const int units = ceil_div(p.units, launch.sms * (kWarps / p.slices));  // of a team
+  const bool two = p.gated || units > 1;
+  auto* kernel = steps <= 2
+                     ? (two ? few_kernel<codes, scales, 2, 2> : few_kernel<codes, scales, 1, 2>)
+                     : (two ? few_kernel<codes, scales, 2, 4> : few_kernel<codes, scales, 1, 4>);
+  // Work for many turns: two blocks, so that one loads while the other adds up.
+  launch_kernel(launch, "linear of a token", kernel,
+                dim3(static_cast<unsigned>(launch.sms * (units > 8 ? 2 : 1))), dim3(kThreads), 0,
+                p);
+  return true;
 }
 
 // The stream kernel for a launch whose slices are whole steps.
@@ -157,6 +175,9 @@ void launch_form(Params& p, const Launch& launch) {
     static const bool off = std::getenv("PIANOLA_NO_ONE") != nullptr;
     if (streams && p.tokens == 1 && !off) return launch_one_token<codes>(p, launch);
     if (streams && staged) return launch_streams<codes>(p, true, launch);
+  } else {
+    static const bool off = std::getenv("PIANOLA_NO_ONE") != nullptr;
+    if (!off && launch_few<codes, scales>(p, launch)) return;
   }
   if (staged) {
     const int workers = launch.sms * (kWarps / p.slices);

@@ -172,9 +172,7 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
     }
   };
   if constexpr (kHoldsNorm) load_norms();
-  prefetch(x_at);
-  prefetch(count);
-  if (mine.residual) prefetch(mine.residual);
+  keep_addresses(p, mine, first);
 
   wait_for_previous();
   if (gather) {

@@ -335,14 +335,15 @@ __device__ __forceinline__ float convert_slice(const float* norm_weights, int co
   return square;
 }
 
-// The norm's weights of a lane's first quads: they do not depend on the kernel before.
+// The norm's weights of a lane's first quads: they do not depend on the kernel before, and are
+// loaded in a way that keeps them in front of the wait.
 __device__ __forceinline__ void load_norm(const float* weights, int cols, int first, int end,
                                           int lane, float4 (&norm)[kHeld]) {
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const int c = first + 4 * lane + 128 * i;
-    norm[i] = weights && c < end && c < cols ? __ldg(reinterpret_cast<const float4*>(weights + c))
-                                             : make_float4(1, 1, 1, 1);
+    norm[i] =
+        weights && c < end && c < cols ? load_activation4(weights + c) : make_float4(1, 1, 1, 1);
   }
 }
 
@@ -418,6 +419,13 @@ __device__ __forceinline__ void store_output(const Params& p, const Output& at, 
   }
   if (at.residual) y += residual;
   *at.out = y;
+}
+
+// What is loaded first after the wait has its address before it: the compiler would move that.
+__device__ __forceinline__ void keep_addresses(const Params& p, const Output& at, int column) {
+  prefetch(p.in + min(column, p.cols - 1));
+  prefetch(p.count);
+  if (at.residual) prefetch(at.residual);
 }
 
 __device__ __forceinline__ float load_residual(const Output& at) {

@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 16 ? 2 : 1)
     float4 norm[kHeld];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      norm[i] = p.norm && i < quads
-                    ? __ldg(reinterpret_cast<const float4*>(p.norm + first + 128 * i))
-                    : make_float4(1, 1, 1, 1);
+      norm[i] = p.norm && i < quads ? load_activation4(p.norm + first + 128 * i)
+                                    : make_float4(1, 1, 1, 1);
     }
+    keep_addresses(p, mine, first);
     wait_for_previous();
     live = live_tokens(p);
     held_residual = load_residual(mine);
