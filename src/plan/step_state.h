@@ -45,6 +45,8 @@ struct RowState {
   std::int32_t history_length = 0;  // tokens known: those in the caches and those to compute next
   std::int32_t max_length = 0;      // the row stops when its history reaches this
   RowStatus status = RowStatus::kIdle;
+  std::int32_t input_slot = 0;    // of the caches that hold inputs; rows may share one
+  std::int32_t input_length = 0;  // tokens of the input that cross attention reads; 0: none
   SamplingState sampling;
   std::int32_t stop_count = 0;
   TokenId stop_tokens[kMaxStopTokens] = {};
