@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "models/decoder_only.h"
+#include "models/encoder.h"
 #include "models/tensor_names.h"
 
 namespace pianola {
@@ -33,6 +34,10 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
     fail(ErrorCode::kNotFound, "{}: there is no config.json", checkpoint.folder().string());
   }
   ModelConfig config = parse_hf_config(*checkpoint.config());
+  if (config.head_by_tensor) {
+    config.tie_word_embeddings =
+        checkpoint.find(tensor_name(checkpoint.format(), Part::kHead)) == nullptr;
+  }
   if (checkpoint.generation_config()) {
     apply_generation_config(*checkpoint.generation_config(), config);
   }
@@ -101,6 +106,7 @@ ModelTables CausalModel::tables(int max_seq_len) const {
 }
 
 Plan CausalModel::record(const ModelTables& tables, const StepShape& shape) const {
+  if (shape.variant == StepVariant::kEncode) return record_encoder(config_, tables, shape);
   return record_decoder(config_, tables, shape);
 }
 

@@ -18,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 66> kNames = {{
+constexpr std::array<Names, 74> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -87,6 +87,14 @@ constexpr std::array<Names, 66> kNames = {{
     {true, "ssm.skip", "", "mamba.D"},
     {true, "ssm.norm", "", "mamba.norm.weight"},
     {true, "ssm.out_proj", "", "mamba.out_proj.weight"},
+    {false, "embed_tokens", "", ""},
+    {true, "relative_bias", "", ""},
+    {true, "up_proj", "", ""},
+    {true, "cross.norm", "", ""},
+    {true, "cross.q_proj", "", ""},
+    {true, "cross.k_proj", "", ""},
+    {true, "cross.v_proj", "", ""},
+    {true, "cross.o_proj", "", ""},
 }};
 
 struct OtherName {
@@ -95,7 +103,7 @@ struct OtherName {
   std::string_view hugging_face;
 };
 
-constexpr std::array<OtherName, 8> kOtherNames = {{
+constexpr std::array<OtherName, 40> kOtherNames = {{
     {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
     {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
     {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
@@ -104,6 +112,40 @@ constexpr std::array<OtherName, 8> kOtherNames = {{
     {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
     {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
     {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
+    {TensorNaming::kT5, Part::kEmbedding, "decoder.embed_tokens.weight"},
+    {TensorNaming::kT5, Part::kSharedEmbedding, "shared.weight"},
+    {TensorNaming::kT5, Part::kFinalNorm, "decoder.final_layer_norm.weight"},
+    {TensorNaming::kT5, Part::kAttentionNorm, "layer.0.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kQ, "layer.0.SelfAttention.q.weight"},
+    {TensorNaming::kT5, Part::kK, "layer.0.SelfAttention.k.weight"},
+    {TensorNaming::kT5, Part::kV, "layer.0.SelfAttention.v.weight"},
+    {TensorNaming::kT5, Part::kO, "layer.0.SelfAttention.o.weight"},
+    {TensorNaming::kT5, Part::kRelativeBias,
+     "layer.0.SelfAttention.relative_attention_bias.weight"},
+    {TensorNaming::kT5, Part::kCrossNorm, "layer.1.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kCrossQ, "layer.1.EncDecAttention.q.weight"},
+    {TensorNaming::kT5, Part::kCrossK, "layer.1.EncDecAttention.k.weight"},
+    {TensorNaming::kT5, Part::kCrossV, "layer.1.EncDecAttention.v.weight"},
+    {TensorNaming::kT5, Part::kCrossO, "layer.1.EncDecAttention.o.weight"},
+    {TensorNaming::kT5, Part::kMlpNorm, "layer.2.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kGate, "layer.2.DenseReluDense.wi_0.weight"},
+    {TensorNaming::kT5, Part::kUp, "layer.2.DenseReluDense.wi_1.weight"},
+    {TensorNaming::kT5, Part::kPlainUp, "layer.2.DenseReluDense.wi.weight"},
+    {TensorNaming::kT5, Part::kDown, "layer.2.DenseReluDense.wo.weight"},
+    {TensorNaming::kT5Encoder, Part::kEmbedding, "encoder.embed_tokens.weight"},
+    {TensorNaming::kT5Encoder, Part::kFinalNorm, "encoder.final_layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kAttentionNorm, "layer.0.layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kQ, "layer.0.SelfAttention.q.weight"},
+    {TensorNaming::kT5Encoder, Part::kK, "layer.0.SelfAttention.k.weight"},
+    {TensorNaming::kT5Encoder, Part::kV, "layer.0.SelfAttention.v.weight"},
+    {TensorNaming::kT5Encoder, Part::kO, "layer.0.SelfAttention.o.weight"},
+    {TensorNaming::kT5Encoder, Part::kRelativeBias,
+     "layer.0.SelfAttention.relative_attention_bias.weight"},
+    {TensorNaming::kT5Encoder, Part::kMlpNorm, "layer.1.layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kGate, "layer.1.DenseReluDense.wi_0.weight"},
+    {TensorNaming::kT5Encoder, Part::kUp, "layer.1.DenseReluDense.wi_1.weight"},
+    {TensorNaming::kT5Encoder, Part::kPlainUp, "layer.1.DenseReluDense.wi.weight"},
+    {TensorNaming::kT5Encoder, Part::kDown, "layer.1.DenseReluDense.wo.weight"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
@@ -115,6 +157,11 @@ std::string_view hugging_face_name(Part part, TensorNaming naming) {
   return names_of(part).hugging_face;
 }
 
+std::string_view layers_of(TensorNaming naming) {
+  if (naming == TensorNaming::kT5) return "decoder.block";
+  return naming == TensorNaming::kT5Encoder ? "encoder.block" : "model.layers";
+}
+
 }  // namespace
 
 std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
@@ -124,7 +171,8 @@ std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer
     return names.in_layer ? fmt::format("blk.{}.{}", layer, names.gguf) : std::string(names.gguf);
   }
   const std::string_view name = hugging_face_name(part, naming);
-  return names.in_layer ? fmt::format("model.layers.{}.{}", layer, name) : std::string(name);
+  return names.in_layer ? fmt::format("{}.{}.{}", layers_of(naming), layer, name)
+                        : std::string(name);
 }
 
 std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
@@ -136,14 +184,18 @@ std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_
   return name.replace(at, kPlace.size(), std::to_string(expert));
 }
 
-std::string weight_name(Part part, std::int64_t layer) {
+std::string weight_name(Part part, std::int64_t layer, TensorNaming naming) {
   const Names& names = names_of(part);
-  return names.in_layer ? fmt::format("layers.{}.{}", layer, names.own) : std::string(names.own);
+  const char* stack = naming == TensorNaming::kT5Encoder ? "encoder." : "";
+  return names.in_layer ? fmt::format("{}layers.{}.{}", stack, layer, names.own)
+                        : fmt::format("{}{}", stack, names.own);
 }
 
 bool is_ignored_tensor(std::string_view name) {
   constexpr std::string_view kRotaryBuffer = ".rotary_emb.inv_freq";
-  return name.ends_with(kRotaryBuffer);
+  // T5 was first written with it, and nothing ever read it.
+  constexpr std::string_view kCrossBias = ".EncDecAttention.relative_attention_bias.weight";
+  return name.ends_with(kRotaryBuffer) || name.ends_with(kCrossBias);
 }
 
 }  // namespace pianola

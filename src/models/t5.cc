@@ -1,0 +1,76 @@
+// T5, 1.0 and 1.1 (Flan-T5). Reference: T5ForConditionalGeneration of transformers.
+//
+// An encoder, and a decoder whose layers attend to what it made of the input. No rope and no scale
+// of the scores: a number by head and distance is added to them, the same in all layers of a stack
+// and none in cross attention. The MLP of 1.0 is relu without a gate; that of 1.1 gelu by tanh with
+// one. The head is the embedding unless the file has one; 1.0 scales what it reads.
+#include <array>
+#include <cmath>
+
+#include "models/family.h"
+
+namespace pianola {
+namespace {
+
+// The decoder's layers are num_decoder_layers, where that is said.
+constexpr std::array<FieldAlias, 9> kAliases = {{{"hidden_size", "d_model"},
+                                                 {"intermediate_size", "d_ff"},
+                                                 {"num_hidden_layers", "num_layers"},
+                                                 {"num_encoder_layers", "num_layers"},
+                                                 {"num_attention_heads", "num_heads"},
+                                                 {"num_key_value_heads", "num_heads"},
+                                                 {"head_dim", "d_kv"},
+                                                 {"max_position_embeddings", "n_positions"},
+                                                 {"rms_norm_eps", "layer_norm_epsilon"}}};
+
+void parse_mlp(const JsonObject& root, ModelConfig& config) {
+  const std::string kind = root.find_string("feed_forward_proj").value_or("relu");
+  if (kind == "relu") {
+    config.hidden_act = Activation::kRelu;
+    config.gated_mlp = false;
+  } else if (kind == "gated-gelu") {
+    config.hidden_act = Activation::kGeluTanh;
+  } else {
+    fail_unsupported(root, "feed_forward_proj", "only relu and gated-gelu, found '{}'",
+                     kind.substr(0, 80));
+  }
+}
+
+void parse_t5(const JsonObject& root, ModelConfig& config) {
+  if (!root.find_bool("is_encoder_decoder").value_or(true) ||
+      root.find_bool("is_decoder").value_or(false)) {
+    fail_unsupported(root, "is_encoder_decoder", "only a whole model, encoder and decoder");
+  }
+  parse_mlp(root, config);
+  config.tensor_naming = TensorNaming::kT5;
+  config.encoder.num_layers = config.num_hidden_layers;
+  config.num_hidden_layers = root.find_int("num_decoder_layers").value_or(config.num_hidden_layers);
+  // As its authors start answers, unless the file says otherwise.
+  config.encoder.decoder_start_token_id =
+      root.find_int("decoder_start_token_id").value_or(config.pad_token_id.value_or(0));
+  config.relative_bias.num_buckets = root.find_int("relative_attention_num_buckets").value_or(32);
+  config.relative_bias.max_distance =
+      root.find_int("relative_attention_max_distance").value_or(128);
+  if (config.relative_bias.num_buckets == 0) {
+    fail_unsupported(root, "relative_attention_num_buckets", "0: there are no positions");
+  }
+  config.attention_scale = 1;
+  if (is_absent(root, "d_kv")) config.head_dim = 64;
+  if (is_absent(root, "eos_token_id")) config.eos_token_ids = {1};
+  // What the flag means to transformers is not the sharing, which the tensors decide, but this.
+  const bool scaled = root.find_bool("tie_word_embeddings").value_or(true);
+  config.head_by_tensor = true;
+  if (scaled && config.hidden_size > 0) {
+    config.head_scale = 1.0 / std::sqrt(static_cast<double>(config.hidden_size));
+  }
+}
+
+}  // namespace
+
+const Family kT5 = {.model_type = "t5",
+                    .architecture = "",
+                    .default_max_position_embeddings = 512,
+                    .aliases = kAliases,
+                    .parse_hf = parse_t5};
+
+}  // namespace pianola
