@@ -43,7 +43,7 @@ void parse_t5(const JsonObject& root, ModelConfig& config) {
   }
   parse_mlp(root, config);
   config.tensor_naming = TensorNaming::kT5;
-  config.encoder.num_layers = config.num_hidden_layers;
+  config.encoder.num_layers = root.get_int("num_layers", 1, kMaxLayers);
   config.num_hidden_layers = root.find_int("num_decoder_layers").value_or(config.num_hidden_layers);
   // As its authors start answers, unless the file says otherwise.
   config.encoder.decoder_start_token_id =
@@ -57,8 +57,9 @@ void parse_t5(const JsonObject& root, ModelConfig& config) {
   config.attention_scale = 1;
   if (is_absent(root, "d_kv")) config.head_dim = 64;
   if (is_absent(root, "eos_token_id")) config.eos_token_ids = {1};
-  // What the flag means to transformers is not the sharing, which the tensors decide, but this.
-  const bool scaled = root.find_bool("tie_word_embeddings").value_or(true);
+  // What the older flag means to transformers is not the sharing, which the tensors decide.
+  const bool tied = root.find_bool("tie_word_embeddings").value_or(true);
+  const bool scaled = root.find_bool("scale_decoder_outputs").value_or(tied);
   config.head_by_tensor = true;
   if (scaled && config.hidden_size > 0) {
     config.head_scale = 1.0 / std::sqrt(static_cast<double>(config.hidden_size));
