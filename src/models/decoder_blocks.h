@@ -19,7 +19,7 @@ struct AttentionBuffers {
 
 AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config);
 
-// What tells attention where tokens are: one of them.
+// What tells attention where tokens are: a rope, or a bias.
 struct TokenPlaces {
   Rope rope;
   std::optional<RelativeBias> bias;

@@ -302,6 +302,7 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
   if (config.relative_bias.num_buckets == 0) {
     tables.rope = rope("rope.inverse_frequencies", config.rope);
   } else {
+    tables.rope = kNoRope;
     tables.bias = declare_relative_bias(table, config, false);
   }
   tables.window_rope = config.window_rope

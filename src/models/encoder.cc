@@ -70,7 +70,7 @@ Plan record_encoder(const ModelConfig& config, const ModelTables& tables, const 
   r.record(EmbedOp{
       .table = encoder.embedding, .scale = static_cast<float>(config.embedding_scale), .out = x});
   for (const LayerWeights& w : encoder.layers) {
-    record_attention(r, config, w, {.bias = encoder.bias}, encoder.step, attention, x, x, x);
+    record_attention(r, config, w, {kNoRope, encoder.bias}, encoder.step, attention, x, x, x);
     record_mlp(r, config, w, x, x, x);
   }
   const RmsNorm final_norm{encoder.final_norm, static_cast<float>(config.rms_norm_eps)};
@@ -80,6 +80,7 @@ Plan record_encoder(const ModelConfig& config, const ModelTables& tables, const 
                    .norm = final_norm,
                    .k = w.cross_k,
                    .v = w.cross_v,
+                   .rope = kNoRope,
                    .cache = CacheId{encoder.first_cross.index + layer}});
   }
   return r.finish();

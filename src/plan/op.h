@@ -36,14 +36,17 @@ struct RmsNorm {
 enum class RopeStyle : std::uint8_t {
   kHalf,         // pairs (i, i + dim/2), as Hugging Face and most GGUF files
   kInterleaved,  // pairs (2i, 2i + 1), as GGUF files of the llama family
+  kNone,         // nothing turns
 };
 
 struct Rope {
-  // [n / 2] constant: the first n ≤ dim elements of a head turn. Without it none does.
-  WeightId inverse_frequencies;
+  WeightId inverse_frequencies;  // [n / 2] constant: the first n ≤ dim elements of a head turn
   RopeStyle style = RopeStyle::kHalf;
   float attention_factor = 1;  // cos and sin are multiplied by it (YaRN)
+
+  bool turns() const { return style != RopeStyle::kNone; }
 };
+inline constexpr Rope kNoRope = {.style = RopeStyle::kNone};
 
 enum class Activation : std::uint8_t {
   kSilu,          // act(g) * u with act(x) = x / (1 + e^-x)

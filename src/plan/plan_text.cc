@@ -37,7 +37,7 @@ class Printer {
         optional("q_bias", o.q_bias) + optional("k_bias", o.k_bias) + optional("v_bias", o.v_bias);
     if (o.q_norm) text += norm(" q_norm", *o.q_norm);
     if (o.k_norm) text += norm(" k_norm", *o.k_norm);
-    if (!o.rope.inverse_frequencies.valid()) return text;
+    if (!o.rope.turns()) return text;
     text += fmt::format(" rope={}({})", o.rope.style == RopeStyle::kHalf ? "half" : "interleaved",
                         w(o.rope.inverse_frequencies));
     if (o.rope.attention_factor != 1) text += fmt::format("*{:g}", o.rope.attention_factor);

@@ -140,7 +140,7 @@ void Recorder::check(const QkvOp& op) const {
     expect(op.in != op.q_out, "input and output apart");
     expect(q % kv.key_dim == 0, "whole query heads");
   }
-  if (!op.rope.inverse_frequencies.valid()) return;
+  if (!op.rope.turns()) return;
   expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
   const std::int64_t pairs = weight(op.rope.inverse_frequencies).cols;
   expect(pairs >= 1 && pairs <= kv.key_dim / 2, "a rope of at most the head");

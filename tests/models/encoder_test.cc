@@ -25,7 +25,6 @@ using Tokens = std::vector<std::int32_t>;
 // Written by tools/golden/make_t5.py.
 struct EncoderGolden {
   std::string name;
-  double bfloat16_rms = 0;
   int heads = 0;
   int head_dim = 0;
   int decoder_layers = 0;
@@ -46,7 +45,6 @@ EncoderGolden read_encoder_golden(const std::string& name) {
       parse_json(read_text_file(folder_of(name) / "golden.json", 1 << 20), name);
   EncoderGolden golden;
   golden.name = name;
-  golden.bfloat16_rms = root.at("bfloat16_rms").to_number<double>();
   golden.heads = root.at("heads").to_number<int>();
   golden.head_dim = root.at("head_dim").to_number<int>();
   golden.decoder_layers = root.at("decoder_layers").to_number<int>();
@@ -97,14 +95,7 @@ class EncoderTest : public testing::TestWithParam<Case> {
   void SetUp() override {
     golden_ = read_encoder_golden(GetParam().golden);
     model_ = CausalModel::open(folder_of(GetParam().golden) / "hf");
-    // As in logits_test.cc: floats, or what transformers in bfloat16 differs by.
-    if (GetParam().backend == "reference" || model_->weight_types() == "f16") {
-      largest_ = 2e-4;
-      rms_ = 4e-5;
-    } else {
-      rms_ = 1.25 * golden_.bfloat16_rms;
-      largest_ = 10 * rms_;
-    }
+    EXPECT_EQ(model_->weight_types(), "f16");
   }
 
   EngineOptions options(int slots = 1) const {
@@ -150,7 +141,7 @@ class EncoderTest : public testing::TestWithParam<Case> {
     return decode(engine, id, row(index).tokens);
   }
 
-  void expect_near(std::span<const float> got, std::span<const float> want) const {
+  static void expect_near(std::span<const float> got, std::span<const float> want) {
     ASSERT_EQ(got.size(), want.size());
     double squares = 0;
     double largest = 0;
@@ -163,8 +154,8 @@ class EncoderTest : public testing::TestWithParam<Case> {
     const double rms = std::sqrt(squares / static_cast<double>(got.size()));
     RecordProperty("largest", std::to_string(largest));
     RecordProperty("rms", std::to_string(rms));
-    EXPECT_LE(largest, largest_);
-    EXPECT_LE(rms, rms_);
+    EXPECT_LE(largest, kLargest);
+    EXPECT_LE(rms, kRms);
   }
 
   // The positions of an input in one cache that holds inputs, [tokens, heads * head_dim].
@@ -188,8 +179,9 @@ class EncoderTest : public testing::TestWithParam<Case> {
 
   EncoderGolden golden_;
   std::shared_ptr<const CausalModel> model_;
-  double largest_ = 0;
-  double rms_ = 0;
+  // Of float weights, as in logits_test.cc.
+  static constexpr double kLargest = 2e-4;
+  static constexpr double kRms = 4e-5;
 };
 
 TEST_P(EncoderTest, CrossCachesHoldWhatTheEncoderSays) {
@@ -283,8 +275,8 @@ TEST_P(EncoderTest, RowsTogetherAreTheRowsAlone) {
       const std::span<const float> want = row(i).logits(known[i] - 1);
       ASSERT_GE(event.token, 0);
       EXPECT_NEAR(want[static_cast<std::size_t>(event.token)],
-                  want[static_cast<std::size_t>(best_token(want))], 2 * largest_);
-      EXPECT_NEAR(event.logprob, log_probability(want, event.token), largest_) << known[i];
+                  want[static_cast<std::size_t>(best_token(want))], 2 * kLargest);
+      EXPECT_NEAR(event.logprob, log_probability(want, event.token), kLargest) << known[i];
       engine.keep_first(ids[i], static_cast<int>(known[i]));
       if (known[i] == row(i).tokens.size()) continue;
       engine.append(ids[i], std::span(row(i).tokens).subspan(known[i], 1));

@@ -46,7 +46,7 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (attention && attention->bias) buckets_[attention] = bucket_table(*attention->bias);
     const auto* qkv = std::get_if<QkvOp>(&op);
-    if (!qkv || !qkv->rope.inverse_frequencies.valid()) continue;
+    if (!qkv || !qkv->rope.turns()) continue;
     if (rope_index(qkv->rope) == static_cast<int>(ropes_.size())) ropes_.push_back(&qkv->rope);
   }
 }
@@ -364,7 +364,7 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
 void CpuProgram::finish_heads(const QkvOp& op, Range range) {
   const LayerCacheView& cache = bound_.cache(op.cache);
   const int dim = cache.key_dim;
-  const bool turns = op.rope.inverse_frequencies.valid();
+  const bool turns = op.rope.turns();
   const int half =
       turns ? static_cast<int>(bound_.weight(op.rope.inverse_frequencies).decl->cols) : 0;
   struct Part {

@@ -75,7 +75,7 @@ struct Needs {
     matrix(op.k);
     matrix(op.v);
     kv_width = std::max({kv_width, decl(op.k).rows, decl(op.v).rows});
-    if (!op.rope.inverse_frequencies.valid()) return;
+    if (!op.rope.turns()) return;
     rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
     ropes.insert(op.rope.inverse_frequencies.index);
   }

@@ -139,7 +139,7 @@ void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
   for (const Op& op : plan.ops) {
     if (const auto* qkv = std::get_if<QkvOp>(&op)) {
       if (!qkv->q.valid()) refuse(op, "keys and values alone");
-      if (!qkv->rope.inverse_frequencies.valid()) refuse(op, "attention without rope");
+      if (!qkv->rope.turns()) refuse(op, "attention without rope");
     } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
       if (!mlp->gate.valid()) refuse(op, "an MLP without a gate");
       if (mlp->activation == Activation::kRelu) refuse(op, "relu");

@@ -44,7 +44,7 @@ void project(const BoundPlan& bound, WeightId weight_id, WeightId bias_id, const
     if (norm) {
       rms_norm({head, static_cast<std::size_t>(dim)}, bound.vector(norm->weight), norm->eps, head);
     }
-    if (rope && rope->inverse_frequencies.valid()) {
+    if (rope && rope->turns()) {
       const BoundWeight& frequencies = bound.weight(rope->inverse_frequencies);
       rotate(head, static_cast<int>(2 * frequencies.decl->cols), position, frequencies.f32(),
              *rope);
