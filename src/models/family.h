@@ -44,6 +44,8 @@ struct Family {
   RouteScore gguf_route_score = RouteScore::kSoftmaxOfChosen;
   // The rest of it, once the shared keys are read.
   void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;
+  // What only the tensors of a file say: whether layers have a gate, and whether there is a head.
+  void (*finish_gguf_tensors)(bool has_gate, bool has_head, ModelConfig& config) = nullptr;
 };
 
 extern const Family kBamba;

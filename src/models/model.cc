@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "models/decoder_only.h"
 #include "models/encoder.h"
+#include "models/family.h"
 #include "models/tensor_names.h"
 
 namespace pianola {
@@ -15,13 +16,18 @@ namespace {
 // What a GGUF file says only by the tensors it has.
 void decide_by_tensors(const Checkpoint& checkpoint, ModelConfig& config) {
   const auto has = [&](Part part) {
-    return checkpoint.find(tensor_name(checkpoint.format(), part)) != nullptr;
+    return checkpoint.find(tensor_name(checkpoint.format(), part, 0, config.tensor_naming)) !=
+           nullptr;
   };
   config.tie_word_embeddings = !has(Part::kHead);
   config.qkv_bias = has(Part::kQBias);
   config.output_bias = has(Part::kOBias);
   config.mlp_bias = has(Part::kGateBias);
   config.has_rope_factors_tensor = has(Part::kRopeFactors);
+  const Family* family = find_family_by_architecture(config.model_type);
+  if (family && family->finish_gguf_tensors) {
+    family->finish_gguf_tensors(has(Part::kGate), has(Part::kHead), config);
+  }
 }
 
 ModelConfig read_config(const Checkpoint& checkpoint) {

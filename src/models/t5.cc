@@ -4,6 +4,9 @@
 // of the scores: a number by head and distance is added to them, the same in all layers of a stack
 // and none in cross attention. The MLP of 1.0 is relu without a gate; that of 1.1 gelu by tanh with
 // one. The head is the embedding unless the file has one; 1.0 scales what it reads.
+//
+// GGUF files say neither version nor largest distance: the MLP is that of the tensors, the distance
+// the 128 of every published model, and a head that is the embedding is one of 1.0.
 #include <array>
 #include <cmath>
 
@@ -23,6 +26,16 @@ constexpr std::array<FieldAlias, 9> kAliases = {{{"hidden_size", "d_model"},
                                                  {"max_position_embeddings", "n_positions"},
                                                  {"rms_norm_eps", "layer_norm_epsilon"}}};
 
+void common(ModelConfig& config) {
+  config.tensor_naming = TensorNaming::kT5;
+  config.attention_scale = 1;
+  config.head_by_tensor = true;
+}
+
+double scale_of_head(const ModelConfig& config) {
+  return config.hidden_size > 0 ? 1.0 / std::sqrt(static_cast<double>(config.hidden_size)) : 1;
+}
+
 void parse_mlp(const JsonObject& root, ModelConfig& config) {
   const std::string kind = root.find_string("feed_forward_proj").value_or("relu");
   if (kind == "relu") {
@@ -41,8 +54,8 @@ void parse_t5(const JsonObject& root, ModelConfig& config) {
       root.find_bool("is_decoder").value_or(false)) {
     fail_unsupported(root, "is_encoder_decoder", "only a whole model, encoder and decoder");
   }
+  common(config);
   parse_mlp(root, config);
-  config.tensor_naming = TensorNaming::kT5;
   config.encoder.num_layers = root.get_int("num_layers", 1, kMaxLayers);
   config.num_hidden_layers = root.find_int("num_decoder_layers").value_or(config.num_hidden_layers);
   // As its authors start answers, unless the file says otherwise.
@@ -54,24 +67,42 @@ void parse_t5(const JsonObject& root, ModelConfig& config) {
   if (config.relative_bias.num_buckets == 0) {
     fail_unsupported(root, "relative_attention_num_buckets", "0: there are no positions");
   }
-  config.attention_scale = 1;
   if (is_absent(root, "d_kv")) config.head_dim = 64;
   if (is_absent(root, "eos_token_id")) config.eos_token_ids = {1};
   // What the older flag means to transformers is not the sharing, which the tensors decide.
   const bool tied = root.find_bool("tie_word_embeddings").value_or(true);
   const bool scaled = root.find_bool("scale_decoder_outputs").value_or(tied);
-  config.head_by_tensor = true;
-  if (scaled && config.hidden_size > 0) {
-    config.head_scale = 1.0 / std::sqrt(static_cast<double>(config.hidden_size));
+  if (scaled) config.head_scale = scale_of_head(config);
+}
+
+void finish_t5_gguf(const Metadata& metadata, ModelConfig& config) {
+  common(config);
+  config.encoder.num_layers = config.num_hidden_layers;
+  config.num_hidden_layers =
+      metadata.find_int("t5.decoder_block_count").value_or(config.num_hidden_layers);
+  config.encoder.decoder_start_token_id = metadata.get_int("t5.decoder_start_token_id");
+  config.relative_bias = {.num_buckets = metadata.get_int("t5.attention.relative_buckets_count"),
+                          .max_distance = 128};
+  if (config.relative_bias.num_buckets == 0) {
+    fail(ErrorCode::kUnsupported,
+         "metadata key 't5.attention.relative_buckets_count': 0: there are no positions");
   }
+}
+
+void finish_t5_tensors(bool has_gate, bool has_head, ModelConfig& config) {
+  config.gated_mlp = has_gate;
+  config.hidden_act = has_gate ? Activation::kGeluTanh : Activation::kRelu;
+  config.head_scale = has_head ? 1 : scale_of_head(config);
 }
 
 }  // namespace
 
 const Family kT5 = {.model_type = "t5",
-                    .architecture = "",
+                    .architecture = "t5",
                     .default_max_position_embeddings = 512,
                     .aliases = kAliases,
-                    .parse_hf = parse_t5};
+                    .parse_hf = parse_t5,
+                    .finish_gguf = finish_t5_gguf,
+                    .finish_gguf_tensors = finish_t5_tensors};
 
 }  // namespace pianola

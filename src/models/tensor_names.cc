@@ -97,82 +97,90 @@ constexpr std::array<Names, 74> kNames = {{
     {true, "cross.o_proj", "", ""},
 }};
 
+// Of a naming of its own; "" where GGUF has none.
 struct OtherName {
   TensorNaming naming;
   Part part;
+  std::string_view gguf;
   std::string_view hugging_face;
 };
 
 constexpr std::array<OtherName, 40> kOtherNames = {{
-    {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
-    {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
-    {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
-    {TensorNaming::kBamba, Part::kUp, "feed_forward.up_proj.weight"},
-    {TensorNaming::kBamba, Part::kDown, "feed_forward.down_proj.weight"},
-    {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
-    {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
-    {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
-    {TensorNaming::kT5, Part::kEmbedding, "decoder.embed_tokens.weight"},
-    {TensorNaming::kT5, Part::kSharedEmbedding, "shared.weight"},
-    {TensorNaming::kT5, Part::kFinalNorm, "decoder.final_layer_norm.weight"},
-    {TensorNaming::kT5, Part::kAttentionNorm, "layer.0.layer_norm.weight"},
-    {TensorNaming::kT5, Part::kQ, "layer.0.SelfAttention.q.weight"},
-    {TensorNaming::kT5, Part::kK, "layer.0.SelfAttention.k.weight"},
-    {TensorNaming::kT5, Part::kV, "layer.0.SelfAttention.v.weight"},
-    {TensorNaming::kT5, Part::kO, "layer.0.SelfAttention.o.weight"},
-    {TensorNaming::kT5, Part::kRelativeBias,
+    {TensorNaming::kBamba, Part::kFinalNorm, "", "model.final_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kMlpNorm, "", "pre_ff_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kGate, "", "feed_forward.gate_proj.weight"},
+    {TensorNaming::kBamba, Part::kUp, "", "feed_forward.up_proj.weight"},
+    {TensorNaming::kBamba, Part::kDown, "", "feed_forward.down_proj.weight"},
+    {TensorNaming::kBamba, Part::kGateBias, "", "feed_forward.gate_proj.bias"},
+    {TensorNaming::kBamba, Part::kUpBias, "", "feed_forward.up_proj.bias"},
+    {TensorNaming::kBamba, Part::kDownBias, "", "feed_forward.down_proj.bias"},
+    {TensorNaming::kT5, Part::kEmbedding, "token_embd.weight", "decoder.embed_tokens.weight"},
+    {TensorNaming::kT5, Part::kSharedEmbedding, "", "shared.weight"},
+    {TensorNaming::kT5, Part::kFinalNorm, "dec.output_norm.weight",
+     "decoder.final_layer_norm.weight"},
+    {TensorNaming::kT5, Part::kAttentionNorm, "attn_norm.weight", "layer.0.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kQ, "attn_q.weight", "layer.0.SelfAttention.q.weight"},
+    {TensorNaming::kT5, Part::kK, "attn_k.weight", "layer.0.SelfAttention.k.weight"},
+    {TensorNaming::kT5, Part::kV, "attn_v.weight", "layer.0.SelfAttention.v.weight"},
+    {TensorNaming::kT5, Part::kO, "attn_o.weight", "layer.0.SelfAttention.o.weight"},
+    {TensorNaming::kT5, Part::kRelativeBias, "attn_rel_b.weight",
      "layer.0.SelfAttention.relative_attention_bias.weight"},
-    {TensorNaming::kT5, Part::kCrossNorm, "layer.1.layer_norm.weight"},
-    {TensorNaming::kT5, Part::kCrossQ, "layer.1.EncDecAttention.q.weight"},
-    {TensorNaming::kT5, Part::kCrossK, "layer.1.EncDecAttention.k.weight"},
-    {TensorNaming::kT5, Part::kCrossV, "layer.1.EncDecAttention.v.weight"},
-    {TensorNaming::kT5, Part::kCrossO, "layer.1.EncDecAttention.o.weight"},
-    {TensorNaming::kT5, Part::kMlpNorm, "layer.2.layer_norm.weight"},
-    {TensorNaming::kT5, Part::kGate, "layer.2.DenseReluDense.wi_0.weight"},
-    {TensorNaming::kT5, Part::kUp, "layer.2.DenseReluDense.wi_1.weight"},
-    {TensorNaming::kT5, Part::kPlainUp, "layer.2.DenseReluDense.wi.weight"},
-    {TensorNaming::kT5, Part::kDown, "layer.2.DenseReluDense.wo.weight"},
-    {TensorNaming::kT5Encoder, Part::kEmbedding, "encoder.embed_tokens.weight"},
-    {TensorNaming::kT5Encoder, Part::kFinalNorm, "encoder.final_layer_norm.weight"},
-    {TensorNaming::kT5Encoder, Part::kAttentionNorm, "layer.0.layer_norm.weight"},
-    {TensorNaming::kT5Encoder, Part::kQ, "layer.0.SelfAttention.q.weight"},
-    {TensorNaming::kT5Encoder, Part::kK, "layer.0.SelfAttention.k.weight"},
-    {TensorNaming::kT5Encoder, Part::kV, "layer.0.SelfAttention.v.weight"},
-    {TensorNaming::kT5Encoder, Part::kO, "layer.0.SelfAttention.o.weight"},
-    {TensorNaming::kT5Encoder, Part::kRelativeBias,
+    {TensorNaming::kT5, Part::kCrossNorm, "cross_attn_norm.weight", "layer.1.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kCrossQ, "cross_attn_q.weight", "layer.1.EncDecAttention.q.weight"},
+    {TensorNaming::kT5, Part::kCrossK, "cross_attn_k.weight", "layer.1.EncDecAttention.k.weight"},
+    {TensorNaming::kT5, Part::kCrossV, "cross_attn_v.weight", "layer.1.EncDecAttention.v.weight"},
+    {TensorNaming::kT5, Part::kCrossO, "cross_attn_o.weight", "layer.1.EncDecAttention.o.weight"},
+    {TensorNaming::kT5, Part::kMlpNorm, "ffn_norm.weight", "layer.2.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kGate, "ffn_gate.weight", "layer.2.DenseReluDense.wi_0.weight"},
+    {TensorNaming::kT5, Part::kUp, "ffn_up.weight", "layer.2.DenseReluDense.wi_1.weight"},
+    {TensorNaming::kT5, Part::kPlainUp, "ffn_up.weight", "layer.2.DenseReluDense.wi.weight"},
+    {TensorNaming::kT5, Part::kDown, "ffn_down.weight", "layer.2.DenseReluDense.wo.weight"},
+    {TensorNaming::kT5Encoder, Part::kEmbedding, "", "encoder.embed_tokens.weight"},
+    {TensorNaming::kT5Encoder, Part::kFinalNorm, "enc.output_norm.weight",
+     "encoder.final_layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kAttentionNorm, "attn_norm.weight",
+     "layer.0.layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kQ, "attn_q.weight", "layer.0.SelfAttention.q.weight"},
+    {TensorNaming::kT5Encoder, Part::kK, "attn_k.weight", "layer.0.SelfAttention.k.weight"},
+    {TensorNaming::kT5Encoder, Part::kV, "attn_v.weight", "layer.0.SelfAttention.v.weight"},
+    {TensorNaming::kT5Encoder, Part::kO, "attn_o.weight", "layer.0.SelfAttention.o.weight"},
+    {TensorNaming::kT5Encoder, Part::kRelativeBias, "attn_rel_b.weight",
      "layer.0.SelfAttention.relative_attention_bias.weight"},
-    {TensorNaming::kT5Encoder, Part::kMlpNorm, "layer.1.layer_norm.weight"},
-    {TensorNaming::kT5Encoder, Part::kGate, "layer.1.DenseReluDense.wi_0.weight"},
-    {TensorNaming::kT5Encoder, Part::kUp, "layer.1.DenseReluDense.wi_1.weight"},
-    {TensorNaming::kT5Encoder, Part::kPlainUp, "layer.1.DenseReluDense.wi.weight"},
-    {TensorNaming::kT5Encoder, Part::kDown, "layer.1.DenseReluDense.wo.weight"},
+    {TensorNaming::kT5Encoder, Part::kMlpNorm, "ffn_norm.weight", "layer.1.layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kGate, "ffn_gate.weight",
+     "layer.1.DenseReluDense.wi_0.weight"},
+    {TensorNaming::kT5Encoder, Part::kUp, "ffn_up.weight", "layer.1.DenseReluDense.wi_1.weight"},
+    {TensorNaming::kT5Encoder, Part::kPlainUp, "ffn_up.weight", "layer.1.DenseReluDense.wi.weight"},
+    {TensorNaming::kT5Encoder, Part::kDown, "ffn_down.weight", "layer.1.DenseReluDense.wo.weight"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
 
-std::string_view hugging_face_name(Part part, TensorNaming naming) {
+std::string_view name_in(Checkpoint::Format format, Part part, TensorNaming naming) {
+  const bool gguf = format == Checkpoint::Format::kGguf;
   for (const OtherName& other : kOtherNames) {
-    if (other.naming == naming && other.part == part) return other.hugging_face;
+    if (other.naming == naming && other.part == part) {
+      return gguf ? other.gguf : other.hugging_face;
+    }
   }
-  return names_of(part).hugging_face;
+  return gguf ? names_of(part).gguf : names_of(part).hugging_face;
 }
 
-std::string_view layers_of(TensorNaming naming) {
-  if (naming == TensorNaming::kT5) return "decoder.block";
-  return naming == TensorNaming::kT5Encoder ? "encoder.block" : "model.layers";
+// What stands in front of the number of a layer.
+std::string_view layers_of(Checkpoint::Format format, TensorNaming naming) {
+  const bool gguf = format == Checkpoint::Format::kGguf;
+  if (naming == TensorNaming::kT5) return gguf ? "dec.blk" : "decoder.block";
+  if (naming == TensorNaming::kT5Encoder) return gguf ? "enc.blk" : "encoder.block";
+  return gguf ? "blk" : "model.layers";
 }
 
 }  // namespace
 
 std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
                         TensorNaming naming) {
-  const Names& names = names_of(part);
-  if (format == Checkpoint::Format::kGguf) {
-    return names.in_layer ? fmt::format("blk.{}.{}", layer, names.gguf) : std::string(names.gguf);
-  }
-  const std::string_view name = hugging_face_name(part, naming);
-  return names.in_layer ? fmt::format("{}.{}.{}", layers_of(naming), layer, name)
-                        : std::string(name);
+  const std::string_view name = name_in(format, part, naming);
+  if (!names_of(part).in_layer || name.empty()) return std::string(name);
+  return fmt::format("{}.{}.{}", layers_of(format, naming), layer, name);
 }
 
 std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
@@ -195,7 +203,9 @@ bool is_ignored_tensor(std::string_view name) {
   constexpr std::string_view kRotaryBuffer = ".rotary_emb.inv_freq";
   // T5 was first written with it, and nothing ever read it.
   constexpr std::string_view kCrossBias = ".EncDecAttention.relative_attention_bias.weight";
-  return name.ends_with(kRotaryBuffer) || name.ends_with(kCrossBias);
+  constexpr std::string_view kGgufCrossBias = ".cross_attn_rel_b.weight";
+  return name.ends_with(kRotaryBuffer) || name.ends_with(kCrossBias) ||
+         name.ends_with(kGgufCrossBias);
 }
 
 }  // namespace pianola

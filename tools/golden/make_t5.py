@@ -8,6 +8,7 @@ Each case folder holds
     cross.f32     float32 keys, then values, of every decoder layer's cross attention, for each input:
                   [inputs][layers][2][tokens of the input, heads * d_kv]
     hf/           the Hugging Face folder
+    f16.gguf      of a case that llama.cpp's conventions can say: the same weights
     ../buckets.json  buckets of relative positions, as T5Attention computes them
 
 Weights are as those of make_checkpoints.py. Every row is computed alone, without padding, from the
@@ -19,6 +20,7 @@ import copy
 import json
 import platform
 
+import gguf
 import numpy as np
 import torch
 import transformers
@@ -127,6 +129,90 @@ def write_hf(folder, model, dtype, own_head):
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+# Of llama.cpp's converter: dec.blk.N.* and enc.blk.N.*.
+GGUF_NAMES = {
+    "layer.0.layer_norm": "attn_norm",
+    "layer.0.SelfAttention.q": "attn_q",
+    "layer.0.SelfAttention.k": "attn_k",
+    "layer.0.SelfAttention.v": "attn_v",
+    "layer.0.SelfAttention.o": "attn_o",
+    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
+    "layer.1.EncDecAttention.q": "cross_attn_q",
+    "layer.1.EncDecAttention.k": "cross_attn_k",
+    "layer.1.EncDecAttention.v": "cross_attn_v",
+    "layer.1.EncDecAttention.o": "cross_attn_o",
+    "DenseReluDense.wi_0": "ffn_gate",
+    "DenseReluDense.wi_1": "ffn_up",
+    "DenseReluDense.wo": "ffn_down",
+}
+
+
+def gguf_name(name):
+    top = {"shared.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
+    if name in top:
+        return top[name]
+    stack = name[:3]
+    if name.endswith("final_layer_norm.weight"):
+        return f"{stack}.output_norm.weight"
+    _, _, layer, rest = name.split(".", 3)
+    stem = rest.removesuffix(".weight")
+    mlp = "layer.2" if stack == "dec" else "layer.1"
+    if stem == f"{mlp}.layer_norm":
+        short = "ffn_norm"
+    elif stem == "layer.1.layer_norm":
+        short = "cross_attn_norm"
+    else:
+        short = GGUF_NAMES[stem.removeprefix(f"{mlp}.") if "Dense" in stem else stem]
+    return f"{stack}.blk.{layer}.{short}.weight"
+
+
+def write_gguf(path, fields, tensors):
+    writer = gguf.GGUFWriter(path, "t5")
+    writer.add_context_length(512)
+    writer.add_embedding_length(fields["d_model"])
+    writer.add_feed_forward_length(fields["d_ff"])
+    writer.add_block_count(fields["num_layers"])
+    writer.add_decoder_block_count(fields["num_decoder_layers"])
+    writer.add_head_count(fields["num_heads"])
+    writer.add_key_length(fields["d_kv"])
+    writer.add_value_length(fields["d_kv"])
+    writer.add_layer_norm_eps(1e-6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_relative_attn_buckets_count(32)
+    writer.add_decoder_start_token_id(0)
+    writer.add_vocab_size(fields["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    for name, array in tensors.items():
+        plain = array.ndim == 1 or "relative_attention_bias" in name
+        writer.add_tensor(gguf_name(name), array if plain else array.astype(np.float16))
+    # What the first T5 files carry and nothing reads.
+    writer.add_tensor("dec.blk.0.cross_attn_rel_b.weight",
+                      np.ones((32, fields["num_heads"]), dtype=np.float32))  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def answers_of(model, inputs, count=24):
+    """Greedy answers, and the least by which a token was ahead of the next."""
+    answers, margin = [], np.inf
+    for tokens in inputs:
+        answer = [0]
+        while len(answer) <= count and answer[-1] != 1:
+            logits = model(
+                input_ids=torch.tensor([tokens]), decoder_input_ids=torch.tensor([answer])
+            ).logits[0, -1]
+            best = torch.topk(logits, 2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            answer.append(int(best.indices[0]))
+        answers.append(answer[1:])
+    return answers, margin
+
+
 def make_case(case):
     fields, dtype, input_lengths, row_lengths = CASES[case]
     own_head = not fields.get("tie_word_embeddings", True)
@@ -144,6 +230,8 @@ def make_case(case):
     if tied == own_head or model.config.scale_decoder_outputs == own_head:
         raise ValueError("the checkpoint does not read back as it was made")
 
+    if own_head:
+        write_gguf(folder / "f16.gguf", fields, tensors)
     rng = rng_for(f"t5/{case}", "tokens")
     vocab = fields["vocab_size"]
     inputs = [rng.integers(0, vocab, size=n).tolist() for n in input_lengths]
@@ -153,6 +241,7 @@ def make_case(case):
     cross = np.concatenate([cross_of(model, tokens) for tokens in inputs])
     cross.astype("<f4").tofile(folder / "cross.f32")
     exact = logits_of(copy.deepcopy(model).double(), inputs, rows)
+    answers, margin = answers_of(model, inputs)
     golden = {
         "script": "tools/golden/make_t5.py",
         "seed": SEED,
@@ -169,13 +258,15 @@ def make_case(case):
         "decoder_layers": fields["num_decoder_layers"],
         "inputs": inputs,
         "rows": [{"input": i, "tokens": row} for i, row in rows],
+        "answers": answers,
+        "answers_margin": margin,
         "oracle_noise": max(float(np.abs(a - b).max()) for a, b in zip(logits, exact)),
         "largest_logit": max(float(np.abs(a).max()) for a in logits),
     }
     (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
     least = check_sensitivity(model, tensors, inputs, rows, logits)
     print(
-        f"{case:6} noise {golden['oracle_noise']:.1e} "
+        f"{case:6} margin {margin:.1e} noise {golden['oracle_noise']:.1e} "
         f"largest {golden['largest_logit']:.2f} least sensitive {least[1]} {least[0]:.2f}"
     )
 
