@@ -108,13 +108,15 @@ void RowTable::take_input(int index, int length) {
   // There are as many slots as rows, so one is free.
   int slot = row.input_length > 0 ? row.input_slot : index;
   while (in_use(slot, index)) slot = (slot + 1) % static_cast<int>(rows_.size());
-  const Row before = row;
+  const int before = row.input_length;
+  const int slot_before = row.input_slot;
   row.input_slot = slot;
   row.input_length = length;
   try {
     change(index, {.max_length = row.max_length}, nullptr);
   } catch (...) {
-    row = before;
+    row.input_slot = slot_before;
+    row.input_length = before;
     throw;
   }
 }

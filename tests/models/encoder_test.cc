@@ -12,6 +12,7 @@
 #include "engine/engine_audit.h"
 #include "engine_test_access.h"
 #include "expect_error.h"
+#include "host_pages.h"
 #include "models/golden.h"
 #include "models/model.h"
 #include "pianola/engine.h"
@@ -410,6 +411,23 @@ TEST_P(EncoderTest, PoisonChangesNothing) {
     }
     EXPECT_EQ(got, want);
   }
+}
+
+// Over memory that faults where no page was required. Inputs have theirs from the beginning.
+TEST_P(EncoderTest, RowsTakePagesAndInputsHaveThem) {
+  const std::vector<float> want = alone(0);
+  const HostPages pages(4096);
+  Engine engine = make_engine(3);
+  const std::size_t at_load = engine.counters().cache_resident;
+  std::vector<int> ids;
+  for (int i = 0; i < 3; ++i) ids.push_back(open_with(engine, input_of(0)));
+  EXPECT_EQ(engine.counters().cache_resident, at_load);
+  decode(engine, ids[1], std::span(row(0).tokens).first(1));
+  EXPECT_GT(engine.counters().cache_resident, at_load);
+  EXPECT_EQ(engine.counters().cache_resident, engine.memory().cache_at_first);
+  engine.keep_first(ids[1], 0);
+  EngineAudit::poison(engine);
+  for (const int id : ids) EXPECT_EQ(decode(engine, id, row(0).tokens), want);
 }
 
 TEST_P(EncoderTest, AddressesAndPlansAreConstant) {
