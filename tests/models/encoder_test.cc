@@ -413,6 +413,30 @@ TEST_P(EncoderTest, PoisonChangesNothing) {
   }
 }
 
+// With caches that round, what the reference says with the same ones; and any chunking and poison
+// as ever.
+TEST_P(EncoderTest, CachesThatRoundAreThoseOfTheReference) {
+  for (const char* type : {"f16", "bf16", "int8", "fp8"}) {
+    SCOPED_TRACE(type);
+    EngineOptions own = options(2);
+    own.cache_type = type;
+    EngineOptions other = own;
+    other.backend = "reference";
+    other.isa = "";
+    const std::span tokens(row(1).tokens);
+    Engine reference(model_, other);
+    const std::vector<float> want = decode(reference, open_with(reference, input_of(1)), tokens);
+    Engine engine(model_, own);
+    const int id = open_with(engine, input_of(1));
+    const std::vector<float> got = decode(engine, id, tokens);
+    expect_near(got, want);
+    EXPECT_NE(got, alone(1)) << "nothing was rounded";
+    engine.keep_first(id, 0);
+    EngineAudit::poison(engine);
+    EXPECT_EQ(decode(engine, id, tokens, {1, 4}), got);
+  }
+}
+
 // Over memory that faults where no page was required. Inputs have theirs from the beginning.
 TEST_P(EncoderTest, RowsTakePagesAndInputsHaveThem) {
   const std::vector<float> want = alone(0);
