@@ -78,6 +78,7 @@ struct MemoryPlan {
   std::size_t weights = 0;  // repacked copies
   std::size_t mapped = 0;   // used in place in the mapped file
   std::size_t cache_per_slot = 0;
+  std::size_t cache_per_input = 0;  // of cache_per_slot
   std::size_t cache = 0;
   std::size_t state = 0;
   std::size_t workspace = 0;  // activations and scratch

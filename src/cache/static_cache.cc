@@ -154,6 +154,15 @@ std::size_t CacheLayout::bytes_per_slot() const {
   return bytes;
 }
 
+std::size_t CacheLayout::bytes_per_input() const {
+  std::size_t bytes = 0;
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    if (layers_[static_cast<std::size_t>(layer)].holds != CacheHolds::kInput) continue;
+    bytes += key_bytes(layer) + value_bytes(layer);
+  }
+  return bytes;
+}
+
 std::size_t CacheLayout::total_bytes() const {
   std::size_t bytes = bytes_per_slot() * static_cast<std::size_t>(options_.slots);
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {

@@ -55,7 +55,8 @@ class CacheLayout {
   std::size_t value_bytes(int layer) const;  // of one slot
   // Sizes of a state layer; no addresses.
   StateView state_shape(int layer) const;
-  std::size_t bytes_per_slot() const;  // of what there is a slot for each row of
+  std::size_t bytes_per_slot() const;   // of what there is a slot for each row of
+  std::size_t bytes_per_input() const;  // of them
   std::size_t total_bytes() const;
 
  private:

@@ -215,6 +215,7 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   memory_.weights = weight_arena_.size();
   memory_.mapped = weights_->mapped_bytes();
   memory_.cache_per_slot = cache_layout_.bytes_per_slot();
+  memory_.cache_per_input = cache_layout_.bytes_per_input();
   memory_.cache = cache_arena_.size();
   memory_.state = state_.bytes() + state_.shared_bytes();
   memory_.workspace = workspace_bytes_ + scratch_bytes_;

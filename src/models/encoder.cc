@@ -26,6 +26,7 @@ void declare_cross_attention(TableBuilder& table, const ModelConfig& config, Lay
 void declare_encoder(const Checkpoint& checkpoint, const ModelConfig& config, ModelTables& tables) {
   TableBuilder table(checkpoint, TensorNaming::kT5Encoder, tables);
   EncoderTables& encoder = tables.encoder;
+  encoder.first_weight = WeightId{static_cast<std::int32_t>(tables.weights.size())};
   encoder.embedding = table.has(Part::kEmbedding)
                           ? table.matrix(Part::kEmbedding, config.vocab_size, config.hidden_size,
                                          WeightRole::kEmbedding)

@@ -46,6 +46,7 @@ struct LayerWeights {
 
 // An encoder, where the model has one.
 struct EncoderTables {
+  WeightId first_weight;  // of those that only the encoder has: the last of the table
   WeightId embedding, final_norm;
   std::optional<RelativeBias> bias;
   std::vector<LayerWeights> layers;

@@ -122,6 +122,7 @@ TEST(CacheLayout, InputsHaveALengthOfTheirOwn) {
   const std::size_t step = layout.key_bytes(2) + layout.value_bytes(2);
   EXPECT_EQ(layout.bytes_per_slot(),
             2 * layout.key_bytes(0) + 2 * layout.key_bytes(1));  // values are as wide
+  EXPECT_EQ(layout.bytes_per_input(), 2 * layout.key_bytes(1));
   EXPECT_EQ(layout.total_bytes(), 3 * layout.bytes_per_slot() + step);
   EXPECT_EQ(layout.least_kept_by_windows(4000), 0);
   EXPECT_EQ(layout.most_ahead(), 4096);
