@@ -146,21 +146,28 @@ class EncoderTest : public testing::TestWithParam<Case> {
     return decode(engine, id, row(index).tokens);
   }
 
-  static void expect_near(std::span<const float> got, std::span<const float> want) {
-    ASSERT_EQ(got.size(), want.size());
-    double squares = 0;
+  struct Difference {
     double largest = 0;
-    for (std::size_t i = 0; i < got.size(); ++i) {
-      ASSERT_TRUE(std::isfinite(got[i])) << "value " << i;
+    double rms = 0;
+  };
+  static Difference compare(std::span<const float> got, std::span<const float> want) {
+    EXPECT_EQ(got.size(), want.size());
+    Difference d;
+    for (std::size_t i = 0; i < std::min(got.size(), want.size()); ++i) {
       const double difference = std::abs(static_cast<double>(got[i]) - want[i]);
-      largest = std::max(largest, difference);
-      squares += difference * difference;
+      EXPECT_TRUE(std::isfinite(difference)) << "value " << i;
+      d.largest = std::max(d.largest, difference);
+      d.rms += difference * difference;
     }
-    const double rms = std::sqrt(squares / static_cast<double>(got.size()));
-    RecordProperty("largest", std::to_string(largest));
-    RecordProperty("rms", std::to_string(rms));
-    EXPECT_LE(largest, kLargest);
-    EXPECT_LE(rms, kRms);
+    d.rms = std::sqrt(d.rms / static_cast<double>(got.size()));
+    return d;
+  }
+  static void expect_near(std::span<const float> got, std::span<const float> want) {
+    const Difference d = compare(got, want);
+    RecordProperty("largest", std::to_string(d.largest));
+    RecordProperty("rms", std::to_string(d.rms));
+    EXPECT_LE(d.largest, kLargest);
+    EXPECT_LE(d.rms, kRms);
   }
 
   // The positions of an input in one cache that holds inputs, [tokens, heads * head_dim].
@@ -413,8 +420,10 @@ TEST_P(EncoderTest, PoisonChangesNothing) {
   }
 }
 
-// With caches that round, what the reference says with the same ones; and any chunking and poison
-// as ever.
+// With caches that round, near what the reference says with the same ones; and any chunking and
+// poison as ever. Both round alike, but for elements that lie where rounding turns: one in some
+// hundred (f16) to some ten thousand (int8) falls to the neighbouring step, which is a few times
+// what rounding costs the others. So the difference stays below a quarter of what rounding costs.
 TEST_P(EncoderTest, CachesThatRoundAreThoseOfTheReference) {
   for (const char* type : {"f16", "bf16", "int8", "fp8"}) {
     SCOPED_TRACE(type);
@@ -429,8 +438,13 @@ TEST_P(EncoderTest, CachesThatRoundAreThoseOfTheReference) {
     Engine engine(model_, own);
     const int id = open_with(engine, input_of(1));
     const std::vector<float> got = decode(engine, id, tokens);
-    expect_near(got, want);
-    EXPECT_NE(got, alone(1)) << "nothing was rounded";
+    other.cache_type = "f32";
+    Engine exact(model_, other);
+    const Difference cost = compare(want, decode(exact, open_with(exact, input_of(1)), tokens));
+    EXPECT_GT(cost.rms, 2 * kRms) << "nothing was rounded";
+    const Difference d = compare(got, want);
+    RecordProperty(std::string(type) + "_share", std::to_string(d.rms / cost.rms));
+    EXPECT_LE(d.rms, kRms + cost.rms / 4);
     engine.keep_first(id, 0);
     EngineAudit::poison(engine);
     EXPECT_EQ(decode(engine, id, tokens, {1, 4}), got);
