@@ -33,7 +33,7 @@ inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;  // hidden, int
 inline constexpr std::int64_t kMaxVocab = std::int64_t{1} << 22;
 inline constexpr std::int64_t kMaxPositions = std::int64_t{1} << 28;
 inline constexpr std::int64_t kMaxBuckets = 4096;
-inline constexpr std::int64_t kMaxBiasDistance = std::int64_t{1} << 20;
+inline constexpr std::int64_t kMaxBiasDistance = std::int64_t{1} << 16;
 
 enum class RopeKind : std::uint8_t { kDefault, kLinear, kDynamic, kYarn, kLlama3 };
 // "default", "linear", ...: as config.json writes them.
@@ -205,7 +205,7 @@ ModelConfig parse_hf_config(const boost::json::value& config,
 void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
                              const std::string& where = "generation_config.json");
 
-// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3 or gpt-oss).
+// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3, gpt-oss or t5).
 ModelConfig parse_gguf_config(const Metadata& metadata);
 
 }  // namespace pianola

@@ -34,6 +34,7 @@ constexpr std::array kFields = {
     GgufField{"num_encoder_layers", "block_count"},
     GgufField{"decoder_start_token_id", "decoder_start_token_id"},
     GgufField{"relative_attention_num_buckets", "attention.relative_buckets_count"},
+    GgufField{"relative_attention_max_distance", "attention.relative_buckets_count"},
     GgufField{"rope_theta", "rope.freq_base"},
     GgufField{"rope_scaling.factor", "rope.scaling.factor"},
     GgufField{"rope_scaling.original_max_position_embeddings",

@@ -78,6 +78,10 @@ void parse_t5(const JsonObject& root, ModelConfig& config) {
 void finish_t5_gguf(const Metadata& metadata, ModelConfig& config) {
   common(config);
   config.encoder.num_layers = config.num_hidden_layers;
+  if (config.encoder.num_layers < 1) {
+    fail(ErrorCode::kInvalidModel, "metadata key 't5.block_count': expected 1 or more, found {}",
+         config.encoder.num_layers);
+  }
   config.num_hidden_layers =
       metadata.find_int("t5.decoder_block_count").value_or(config.num_hidden_layers);
   config.encoder.decoder_start_token_id = metadata.get_int("t5.decoder_start_token_id");

@@ -150,6 +150,7 @@ void Recorder::check(const QkvOp& op) const {
 void Recorder::check(const AttentionOp& op) const {
   const AttentionSpec& kv = cache(op.cache);
   expect(op.heads > 0 && op.heads % kv.kv_heads == 0, "heads a multiple of kv_heads");
+  expect(kv.window == 0 || kv.holds == CacheHolds::kTokens, "a window over a row's own tokens");
   expect(op.scale > 0, "a positive scale");
   expect(width(op.q, Extent::kTokens) == std::int64_t{op.heads} * kv.key_dim,
          "queries of all heads");

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <map>
 
 #include "base/json_reader.h"
 #include "expect_error.h"
@@ -98,6 +99,54 @@ TEST(T5ConfigTest, Refuses) {
   unsupported(R"({"feed_forward_proj": "gelu"})", "feed_forward_proj");
   unsupported(R"({"is_encoder_decoder": false})", "is_encoder_decoder");
   unsupported(R"({"is_decoder": true})", "is_encoder_decoder");
+}
+
+// As llama.cpp's converter writes it, with one key changed.
+ModelConfig parse_gguf(const std::string& key = "", std::int64_t value = 0) {
+  std::map<std::string, MetadataValue> all = {{"general.architecture", "t5"},
+                                              {"t5.attention.layer_norm_rms_epsilon", 1e-6}};
+  for (const auto& [name, number] : std::initializer_list<std::pair<const char*, std::int64_t>>{
+           {"t5.vocab_size", 128},
+           {"t5.context_length", 300},
+           {"t5.embedding_length", 64},
+           {"t5.block_count", 3},
+           {"t5.decoder_block_count", 5},
+           {"t5.feed_forward_length", 96},
+           {"t5.attention.head_count", 2},
+           {"t5.attention.key_length", 24},
+           {"t5.attention.value_length", 24},
+           {"t5.attention.relative_buckets_count", 32},
+           {"t5.decoder_start_token_id", 7}}) {
+    all.insert_or_assign(name, number);
+  }
+  if (!key.empty()) all.insert_or_assign(key, value);
+  Metadata metadata;
+  for (auto& [name, v] : all) metadata.insert(name, v);
+  return parse_gguf_config(metadata);
+}
+
+TEST(T5ConfigTest, Gguf) {
+  const ModelConfig config = parse_gguf();
+  EXPECT_EQ(config.num_hidden_layers, 5);
+  EXPECT_EQ(config.encoder.num_layers, 3);
+  EXPECT_EQ(config.encoder.decoder_start_token_id, 7);
+  EXPECT_EQ(config.head_dim, 24);
+  EXPECT_EQ(config.num_key_value_heads, 2);
+  EXPECT_EQ(config.max_position_embeddings, 300);
+  EXPECT_EQ(config.relative_bias.num_buckets, 32);
+  EXPECT_EQ(config.relative_bias.max_distance, 128);
+  EXPECT_EQ(config.attention_scale, 1);
+  EXPECT_TRUE(config.tensors_decide);
+  const auto invalid = [](const std::string& key, std::int64_t value) {
+    expect_error(ErrorCode::kInvalidModel, key, [&] { parse_gguf(key, value); });
+  };
+  invalid("t5.decoder_start_token_id", 128);
+  invalid("t5.attention.relative_buckets_count", 7);
+  invalid("t5.attention.relative_buckets_count", 512);  // more than the distances they are for
+  invalid("t5.block_count", 0);
+  invalid("t5.block_count", 2000);
+  expect_error(ErrorCode::kUnsupported, "t5.attention.relative_buckets_count",
+               [] { parse_gguf("t5.attention.relative_buckets_count", 0); });
 }
 
 }  // namespace
