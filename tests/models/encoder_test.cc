@@ -4,9 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <random>
 
 #include "backends/cpu/isa.h"
 #include "engine/engine_audit.h"
@@ -418,6 +420,90 @@ TEST_P(EncoderTest, PoisonChangesNothing) {
     }
     EXPECT_EQ(got, want);
   }
+}
+
+// Random verbs on four rows, which take inputs, share them and give them up: whatever a row has
+// been through, it says what a fresh engine does of its input and tokens.
+TEST_P(EncoderTest, WhatRowsHaveBeenThroughDoesNotShow) {
+  constexpr std::size_t kText = 30;
+  const std::span text = std::span(row(0).tokens).first(kText);
+  std::vector<std::vector<float>> want;  // of the text behind each input
+  for (const Tokens& input : golden_.inputs) {
+    Engine fresh = make_engine();
+    want.push_back(decode(fresh, open_with(fresh, input), text));
+  }
+  const std::size_t vocab = want[0].size() / kText;
+  Engine engine = make_engine(4);
+  struct Model {
+    int input = -1;  // none
+    std::size_t known = 0;
+    bool open = false;
+  };
+  std::array<Model, 4> model;
+  std::mt19937 random(20261201);
+  const auto draw = [&](std::size_t n) { return random() % n; };
+  const auto pick = [&](bool open) {
+    const std::size_t first = draw(4);
+    for (std::size_t i = 0; i < 4; ++i) {
+      if (model[(first + i) % 4].open == open) return static_cast<int>((first + i) % 4);
+    }
+    return -1;
+  };
+  std::size_t compared = 0;
+  for (int i = 0; i < 400; ++i) {
+    const int id = pick(true);
+    if (id < 0 || (draw(6) == 0 && pick(false) >= 0)) {
+      model[static_cast<std::size_t>(engine.open_row({}))] = {.open = true};
+      continue;
+    }
+    Model& m = model[static_cast<std::size_t>(id)];
+    SCOPED_TRACE("verb " + std::to_string(i) + " on row " + std::to_string(id));
+    switch (draw(9)) {
+      case 0:
+        engine.reset(id);
+        m = {.open = true};
+        break;
+      case 1:
+        if (draw(2) == 0) break;
+        engine.close_row(id);
+        m = {};
+        break;
+      case 2:
+        m.known = draw(m.known + 1);
+        engine.keep_first(id, static_cast<int>(m.known));
+        break;
+      case 3:
+        for (const int fork : engine.fork(id, 1, {})) model[static_cast<std::size_t>(fork)] = m;
+        break;
+      case 4:
+        if (const int other = pick(true); other != id) {
+          engine.swap(id, other);
+          std::swap(m, model[static_cast<std::size_t>(other)]);
+        }
+        break;
+      case 5: {
+        const int other = pick(true);
+        engine.restore(other, engine.snapshot(id));
+        model[static_cast<std::size_t>(other)] = m;
+        break;
+      }
+      default:
+        if (m.input < 0 || (m.known == 0 && draw(3) == 0)) {
+          m.input = static_cast<int>(draw(golden_.inputs.size()));
+          engine.encode(id, golden_.inputs[static_cast<std::size_t>(m.input)]);
+        }
+        const std::size_t count = std::min(kText - m.known, 1 + draw(7));
+        if (count == 0) break;
+        if (draw(4) == 0) EngineAudit::poison(engine);
+        const auto got = engine.logits(id, text.subspan(m.known, count));
+        const auto expected = std::span(want[static_cast<std::size_t>(m.input)])
+                                  .subspan(m.known * vocab, count * vocab);
+        ASSERT_TRUE(std::ranges::equal(got, expected));
+        m.known += count;
+        compared += count;
+    }
+  }
+  EXPECT_GT(compared, 200U);
 }
 
 // With caches that round, near what the reference says with the same ones; and any chunking and
