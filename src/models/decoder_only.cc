@@ -70,7 +70,7 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
   }
 }
 
-void declare_attention(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
+void declare_attention(TableBuilder& table, const ModelConfig& c, bool own_cache, LayerWeights& w) {
   const std::int64_t width = c.hidden_size;
   const std::int64_t q_width = c.num_attention_heads * c.head_dim;
   const std::int64_t kv_width = c.num_key_value_heads * c.head_dim;
@@ -84,14 +84,14 @@ void declare_attention(TableBuilder& table, const ModelConfig& c, LayerWeights& 
   } else {
     w.q = table.matrix(Part::kQ, q_width, width);
   }
-  w.k = table.matrix(Part::kK, kv_width, width);
-  w.v = table.matrix(Part::kV, kv_width, width);
   w.q_bias = table.vector_if(c.qkv_bias, Part::kQBias, q_width);
-  w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
-  w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
-  if (c.qk_norm) {
-    w.q_norm = table.norm(Part::kQNorm, c.head_dim, c.norm_offset);
-    w.k_norm = table.norm(Part::kKNorm, c.head_dim, c.norm_offset);
+  if (c.qk_norm) w.q_norm = table.norm(Part::kQNorm, c.head_dim, c.norm_offset);
+  if (own_cache) {
+    w.k = table.matrix(Part::kK, kv_width, width);
+    w.v = table.matrix(Part::kV, kv_width, width);
+    w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
+    w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
+    if (c.qk_norm) w.k_norm = table.norm(Part::kKNorm, c.head_dim, c.norm_offset);
   }
   w.o = table.matrix(Part::kO, width, q_width);
   w.o_bias = table.vector_if(c.output_bias, Part::kOBias, width);
@@ -106,7 +106,7 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64
   };
   w.attention_norm = norm(Part::kAttentionNorm, width);
   if (c.state.of_layer(layer) == Mixer::kAttention) {
-    declare_attention(table, c, w);
+    declare_attention(table, c, c.cache_layer(layer) == layer, w);
   } else {
     w.state = declare_state_layer(table, c);
   }
@@ -158,9 +158,8 @@ AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
 }
 
 void record_attention(Recorder& r, const ModelConfig& config, const ModelTables& tables,
-                      const LayerWeights& w, bool windowed, CacheId cache,
-                      const AttentionBuffers& buffers, BufferId x, BufferId residual,
-                      BufferId out) {
+                      const LayerWeights& w, bool windowed, const AttentionBuffers& buffers,
+                      BufferId x, BufferId residual, BufferId out) {
   const auto eps = static_cast<float>(config.rms_norm_eps);
   const double scale = config.attention_scale > 0
                            ? config.attention_scale
@@ -168,21 +167,33 @@ void record_attention(Recorder& r, const ModelConfig& config, const ModelTables&
   const auto head_norm = [eps](WeightId weight) {
     return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
   };
-  r.record(QkvOp{.in = x,
-                 .norm = {w.attention_norm, eps},
-                 .q = w.q,
-                 .k = w.k,
-                 .v = w.v,
-                 .q_bias = w.q_bias,
-                 .k_bias = w.k_bias,
-                 .v_bias = w.v_bias,
-                 .q_norm = head_norm(w.q_norm),
-                 .k_norm = head_norm(w.k_norm),
-                 .rope = windowed ? tables.window_rope : tables.rope,
-                 .cache = cache,
-                 .q_out = buffers.q});
+  const Rope& rope = windowed ? tables.window_rope : tables.rope;
+  if (w.k.valid()) {
+    r.record(QkvOp{.in = x,
+                   .norm = {w.attention_norm, eps},
+                   .q = w.q,
+                   .k = w.k,
+                   .v = w.v,
+                   .q_bias = w.q_bias,
+                   .k_bias = w.k_bias,
+                   .v_bias = w.v_bias,
+                   .q_norm = head_norm(w.q_norm),
+                   .k_norm = head_norm(w.k_norm),
+                   .rope = rope,
+                   .cache = w.cache,
+                   .q_out = buffers.q});
+  } else {
+    r.record(QueryOp{.in = x,
+                     .norm = {w.attention_norm, eps},
+                     .q = w.q,
+                     .q_bias = w.q_bias,
+                     .q_norm = head_norm(w.q_norm),
+                     .rope = rope,
+                     .head_dim = static_cast<std::int32_t>(config.head_dim),
+                     .q_out = buffers.q});
+  }
   r.record(AttentionOp{.q = buffers.q,
-                       .cache = cache,
+                       .cache = w.cache,
                        .heads = static_cast<std::int32_t>(config.num_attention_heads),
                        .scale = static_cast<float>(scale),
                        .sinks = w.sinks,
@@ -293,15 +304,18 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
                       .value_dim = static_cast<int>(config.head_dim)};
   for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     table.set_layer(layer);
-    tables.layers.push_back(declare_layer(table, config, layer));
+    LayerWeights& w = tables.layers.emplace_back(declare_layer(table, config, layer));
     const std::int64_t window =
         config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
     // One that no row outgrows is full attention.
     cache.window = window < max_seq_len ? static_cast<int>(window) : 0;
-    if (config.state.of_layer(layer) == Mixer::kAttention) {
-      tables.caches.push_back(cache);
-    } else {
+    if (config.state.of_layer(layer) != Mixer::kAttention) {
       tables.states.push_back(state_spec(config));
+    } else if (const std::int64_t source = config.cache_layer(layer); source != layer) {
+      w.cache = tables.layers[static_cast<std::size_t>(source)].cache;
+    } else {
+      w.cache = {static_cast<std::int32_t>(tables.caches.size())};
+      tables.caches.push_back(cache);
     }
   }
   tables.final_norm = table.norm(Part::kFinalNorm, config.hidden_size, config.norm_offset);
@@ -317,7 +331,6 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
   const BufferId x = r.buffer("x", Extent::kTokens, config.hidden_size);
   const AttentionBuffers attention = attention_buffers(r, config);
   const StateBuffers states = state_buffers(r, config);
-  std::int32_t next_cache = 0;
   std::int32_t next_state = 0;
 
   // What a block adds, where it is normed first.
@@ -336,8 +349,7 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
     if (w.state.out.valid()) {
       record_state_layer(r, config, w, states, StateId{next_state++}, x, residual, target);
     } else {
-      record_attention(r, config, tables, w, windowed, CacheId{next_cache++}, attention, x,
-                       residual, target);
+      record_attention(r, config, tables, w, windowed, attention, x, residual, target);
     }
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_attention_norm, eps}, .residual = x, .out = x});

@@ -31,6 +31,7 @@ struct StateLayerWeights {
 struct LayerWeights {
   StateLayerWeights state;  // in place of attention
   WeightId attention_gate;
+  CacheId cache;  // that it attends to: without k and v of another layer, before it
   WeightId attention_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, o_bias;
   WeightId mlp_norm, gate, up, down, gate_bias, up_bias, down_bias;
   WeightId post_attention_norm, post_mlp_norm;  // where the model has them

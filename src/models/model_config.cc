@@ -223,6 +223,17 @@ std::optional<std::int64_t> ModelConfig::smallest_window() const {
   return smallest;
 }
 
+std::int64_t ModelConfig::cache_layer(std::int64_t layer) const {
+  const std::int64_t own = num_hidden_layers - num_kv_shared_layers;
+  if (layer < own) return layer;
+  const auto window = [this](std::int64_t l) {
+    return layer_windows.empty() ? 0 : layer_windows[static_cast<std::size_t>(l)];
+  };
+  std::int64_t source = own - 1;
+  while (source >= 0 && window(source) != window(layer)) --source;
+  return source;
+}
+
 const char* rope_kind_name(RopeKind kind) {
   static constexpr std::array kNames = {"default", "linear", "dynamic", "yarn", "llama3"};
   return kNames[static_cast<std::size_t>(kind)];
@@ -262,6 +273,7 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
   if (family.partial_rotary_factor > 0) {
     config.rope.partial_rotary_factor = family.partial_rotary_factor;
   }
+  config.num_kv_shared_layers = root.find_int("num_kv_shared_layers").value_or(0);
   parse_rope(root, config);
   family.parse_hf(root, config);
   apply_layer_types(root, config);

@@ -164,6 +164,12 @@ struct ModelConfig {
   // layer has a window.
   std::vector<std::int64_t> layer_windows;
   std::optional<std::int64_t> smallest_window() const;
+  // The last layers that have no keys and values of their own: each attends to those of the last
+  // layer before all of them that has a window as it has, or none as it has none.
+  std::int64_t num_kv_shared_layers = 0;
+  // Of such a layer, the one whose cache it attends to; of another, the layer itself; -1: there is
+  // none.
+  std::int64_t cache_layer(std::int64_t layer) const;
 
   std::optional<std::int64_t> bos_token_id = std::nullopt;
   std::vector<std::int64_t> eos_token_ids;  // any of them ends an answer

@@ -89,6 +89,21 @@ void check_state_layers(const StateLayerConfig& s, const FieldName& name) {
             kMaxWidth);
 }
 
+void check_shared_layers(const ModelConfig& c, const FieldName& name) {
+  check_int(name, "num_kv_shared_layers", c.num_kv_shared_layers, 0, c.num_hidden_layers - 1);
+  if (c.num_kv_shared_layers == 0) return;
+  if (!c.state.mixers.empty()) {
+    fail(ErrorCode::kUnsupported, "{}: not together with layers that fold tokens into a state",
+         name("num_kv_shared_layers"));
+  }
+  for (std::int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    if (c.cache_layer(layer) >= 0) continue;
+    fail(ErrorCode::kInvalidModel,
+         "{}: layer {} has no keys and values, and no layer before the last {} is of its kind",
+         name("num_kv_shared_layers"), layer, c.num_kv_shared_layers);
+  }
+}
+
 void check_rope(const RopeConfig& rope, const FieldName& name) {
   // A base of 1 or less gives no longer wavelengths, and yarn divides by its logarithm.
   if (!(std::isfinite(rope.theta) && rope.theta > 1.0 && rope.theta <= 1e30)) {
@@ -131,6 +146,7 @@ void check_model_config(const ModelConfig& config, const FieldName& name) {
   check_sizes(config, name);
   check_experts(config.experts, name);
   check_state_layers(config.state, name);
+  check_shared_layers(config, name);
   check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
   check_rope(config.rope, name);
   if (config.window_rope) check_rope(*config.window_rope, name);

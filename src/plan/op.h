@@ -100,6 +100,19 @@ struct QkvOp {
   BufferId q_out;  // [T, heads * head_dim]
 };
 
+// What QkvOp does for q alone: a layer that attends to the cache of a layer before it, and has no
+// keys and values of its own. Stores nothing. q_out[t] = 0 for a masked token.
+struct QueryOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  WeightId q;                     // [heads * head_dim, width]
+  WeightId q_bias;                // optional
+  std::optional<RmsNorm> q_norm;  // weight [head_dim]
+  Rope rope;
+  std::int32_t head_dim = 0;
+  BufferId q_out;  // [T, heads * head_dim]
+};
+
 // out[t, h] = softmax(scale * q[t, h] · K) V over positions 0..position[t] of the token's row, or
 // the last `window` of them when the cache has one; kv head of head h is h / (heads / kv_heads).
 // With sinks, e^sinks[h] joins the denominator of the softmax and nothing else. 0 for a masked
@@ -250,9 +263,9 @@ struct SampleOp {
 // lane's next round are written, or position -1 when the row has stopped.
 struct AdvanceOp {};
 
-using Op = std::variant<EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp, DeltaRuleOp,
-                        SsmOp, GateOp, GatedNormOp, GatedMlpOp, RouteOp, ExpertsOp, LmHeadOp,
-                        ScoreOp, SampleOp, AdvanceOp>;
+using Op = std::variant<EmbedOp, NormOp, LinearOp, QkvOp, QueryOp, AttentionOp, ShortConvOp,
+                        DeltaRuleOp, SsmOp, GateOp, GatedNormOp, GatedMlpOp, RouteOp, ExpertsOp,
+                        LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
 
 // "embed", "qkv", ...
 const char* op_name(const Op& op);

@@ -36,10 +36,12 @@ class Printer {
         optional("q_bias", o.q_bias) + optional("k_bias", o.k_bias) + optional("v_bias", o.v_bias);
     if (o.q_norm) text += norm(" q_norm", *o.q_norm);
     if (o.k_norm) text += norm(" k_norm", *o.k_norm);
-    text += fmt::format(" rope={}({})", o.rope.style == RopeStyle::kHalf ? "half" : "interleaved",
-                        w(o.rope.inverse_frequencies));
-    if (o.rope.attention_factor != 1) text += fmt::format("*{:g}", o.rope.attention_factor);
-    return text;
+    return text + rope(o.rope);
+  }
+  std::string operator()(const QueryOp& o) const {
+    return fmt::format("query      {} <- {}  {} q={}{}{}{} dim={}", b(o.q_out), b(o.in),
+                       norm("norm", o.norm), w(o.q), optional("q_bias", o.q_bias),
+                       o.q_norm ? norm(" q_norm", *o.q_norm) : "", rope(o.rope), o.head_dim);
   }
   std::string operator()(const AttentionOp& o) const {
     const AttentionSpec& kv = caches_.attention[static_cast<std::size_t>(o.cache.index)];
@@ -117,6 +119,11 @@ class Printer {
   std::string plus(BufferId id) const { return id.valid() ? fmt::format(" + {}", b(id)) : ""; }
   std::string optional(const char* name, WeightId id) const {
     return id.valid() ? fmt::format(" {}={}", name, w(id)) : "";
+  }
+  std::string rope(const Rope& r) const {
+    return fmt::format(" rope={}({}){}", r.style == RopeStyle::kHalf ? "half" : "interleaved",
+                       w(r.inverse_frequencies),
+                       r.attention_factor != 1 ? fmt::format("*{:g}", r.attention_factor) : "");
   }
   std::string norm(const char* name, const RmsNorm& n) const {
     return fmt::format("{}={} eps={:g}", name, w(n.weight), n.eps);

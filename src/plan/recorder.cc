@@ -93,6 +93,13 @@ void Recorder::expect_norm(const RmsNorm& norm, std::int64_t size) const {
   expect(norm.eps > 0, "a positive eps");
 }
 
+void Recorder::expect_rope(const Rope& rope, std::int64_t head_dim) const {
+  expect(head_dim % 2 == 0, "an even head_dim to rotate");
+  const std::int64_t pairs = weight(rope.inverse_frequencies).cols;
+  expect(pairs >= 1 && pairs <= head_dim / 2, "a rope of at most the head");
+  expect_vector(rope.inverse_frequencies, pairs);
+}
+
 void Recorder::check(const EmbedOp& op) const {
   const std::int64_t out = width(op.out, Extent::kTokens);
   expect(weight(op.table).role == WeightRole::kEmbedding && weight(op.table).cols == out,
@@ -136,10 +143,19 @@ void Recorder::check(const QkvOp& op) const {
   if (op.k_norm) expect_norm(*op.k_norm, kv.key_dim);
   expect(op.in != op.q_out, "input and output apart");
   expect(q % kv.key_dim == 0, "whole query heads");
-  expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
-  const std::int64_t pairs = weight(op.rope.inverse_frequencies).cols;
-  expect(pairs >= 1 && pairs <= kv.key_dim / 2, "a rope of at most the head");
-  expect_vector(op.rope.inverse_frequencies, pairs);
+  expect_rope(op.rope, kv.key_dim);
+}
+
+void Recorder::check(const QueryOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  const std::int64_t q = width(op.q_out, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect_matrix(op.q, q, in);
+  expect_optional_vector(op.q_bias, q);
+  if (op.q_norm) expect_norm(*op.q_norm, op.head_dim);
+  expect(op.in != op.q_out, "input and output apart");
+  expect(op.head_dim > 0 && q % op.head_dim == 0, "whole query heads");
+  expect_rope(op.rope, op.head_dim);
 }
 
 void Recorder::check(const AttentionOp& op) const {

@@ -75,7 +75,11 @@ const std::vector<Stack>& stacks() {
       {"pages_window", "cpu", "mistral/window", "f16", 4, 33, false, 4, 4096},
       {"pages_hybrid", "cpu", "qwen3_5/hybrid", "f16", 4, 16, false, 4, 4096},
       {"reference_pages", "reference", "llama/untied", "f16", 16, 16, false, 4, 4096},
-      {"reference_hybrid_exact", "reference", "qwen3_5/hybrid", "f16", 3, 16, true, 4}};
+      {"reference_hybrid_exact", "reference", "qwen3_5/hybrid", "f16", 3, 16, true, 4},
+      {"shared_kv", "cpu", "gemma3/shared", "f16", 4, 33},
+      {"shared_kv_int8", "cpu", "gemma3/shared", "int8", 40, 7},
+      {"pages_shared_kv", "cpu", "gemma3/shared", "f16", 4, 33, false, 4, 4096},
+      {"reference_shared_kv", "reference", "gemma3/shared", "f16", 4, 33}};
   return all;
 }
 

@@ -83,6 +83,18 @@ CASES = {
         dict(dtype="bfloat16", rows=(200, 17), max_seq_len=256),
         [],
     ),
+    # The last two layers attend to the keys and values of the first two.
+    "gemma3/shared": (
+        Gemma3TextConfig,
+        {**SMALL, "num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 20,
+         "sliding_window": 16, "num_kv_shared_layers": 2, "use_cache": False,
+         "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": {
+             "sliding_attention": rope(theta=10000.0),
+             "full_attention": rope(theta=1000000.0)}},
+        dict(dtype="bfloat16", rows=(200, 70, 17), max_seq_len=256),
+        [],
+    ),
     # Three of eight experts, in rows that pass the window many times.
     "gpt_oss/mixed": (
         GptOssConfig,
@@ -341,6 +353,36 @@ def load_weights(model, tensors):
     model.tie_weights()
 
 
+class Recall(torch.nn.Module):
+    """Gives what a module of another layer gave last."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = [source]  # in a list: no part of this layer's parameters
+
+    def forward(self, _):
+        return self.source[0].last
+
+
+def remember(module, _, output):
+    module.last = output
+
+
+def share_keys_and_values(model):
+    """Lets the last num_kv_shared_layers layers attend to the keys and values of the last layer of
+    their kind before them. Gemma 3n and Gemma 4 of transformers do so; here it is the only
+    difference from a family that has no such layers."""
+    layers, types = model.model.layers, model.config.layer_types
+    own = len(layers) - (getattr(model.config, "num_kv_shared_layers", None) or 0)
+    for i in range(own, len(layers)):
+        source = max(j for j in range(own) if types[j] == types[i])
+        for name in ("k_proj", "v_proj", "k_norm"):
+            module = getattr(layers[source].self_attn, name)
+            module.register_forward_hook(remember)
+            setattr(layers[i].self_attn, name, Recall(module))
+    return model
+
+
 def make_rows(case, vocab_size, lengths):
     rng = rng_for(case, "tokens")
     return [rng.integers(0, vocab_size, size=n).tolist() for n in lengths]
@@ -434,11 +476,9 @@ def reload(folder, model, store, tensors):
         again = type(model)._from_config(config, **PLAIN, dtype=torch.float32)
         load_weights(again, tensors)
         return again.eval()
-    return (
-        type(model)
-        .from_pretrained(folder, dtype=torch.float32, **PLAIN)
-        .eval()
-    )
+    return share_keys_and_values(
+        type(model).from_pretrained(folder, dtype=torch.float32, **PLAIN)
+    ).eval()
 
 
 def check_sensitivity(model, tensors, rows, reference):
@@ -502,8 +542,8 @@ def write_golden(folder, case, model, store, rows, kept, exact, logits, rounded,
 def make_case(case, extra_gguf=None):
     config_class, fields, store, gguf_types = CASES[case]
     config = config_class(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, **PLAIN, dtype=torch.float32
+    model = share_keys_and_values(
+        transformers.AutoModelForCausalLM.from_config(config, **PLAIN, dtype=torch.float32)
     ).eval()
     tensors = make_weights(model, store.get("weights_from", case), store.get("grid", 8))
     load_weights(model, tensors)

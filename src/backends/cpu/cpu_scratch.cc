@@ -67,6 +67,11 @@ struct Needs {
     }
   }
 
+  void rope(const Rope& r) {
+    rope_half = std::max(rope_half, decl(r.inverse_frequencies).cols);
+    ropes.insert(r.inverse_frequencies.index);
+  }
+
   void operator()(const EmbedOp&) {}
   void operator()(const NormOp&) {}
   void operator()(const LinearOp& op) { matrix(op.weight); }
@@ -75,8 +80,11 @@ struct Needs {
     matrix(op.k);
     matrix(op.v);
     kv_width = std::max({kv_width, decl(op.k).rows, decl(op.v).rows});
-    rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
-    ropes.insert(op.rope.inverse_frequencies.index);
+    rope(op.rope);
+  }
+  void operator()(const QueryOp& op) {
+    matrix(op.q);
+    rope(op.rope);
   }
   void operator()(const AttentionOp& op) {
     const AttentionSpec& kv = tables.caches.attention[static_cast<std::size_t>(op.cache.index)];

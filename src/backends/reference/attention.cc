@@ -177,6 +177,23 @@ void run(const QkvOp& op, const BoundPlan& bound) {
   }
 }
 
+void run(const QueryOp& op, const BoundPlan& bound) {
+  const StepState& s = bound.state();
+  const std::int64_t in = bound.width(op.in);
+  const std::int64_t q_width = bound.width(op.q_out);
+  auto* normed = reinterpret_cast<float*>(bound.scratch());
+  for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
+    float* q = bound.buffer(op.q_out) + t * q_width;
+    if (s.position[t] < 0) {
+      std::fill_n(q, q_width, 0.0F);
+      continue;
+    }
+    rms_norm({bound.buffer(op.in) + t * in, static_cast<std::size_t>(in)},
+             bound.vector(op.norm.weight), op.norm.eps, normed);
+    project(bound, op.q, op.q_bias, normed, op.q_norm, &op.rope, op.head_dim, s.position[t], q);
+  }
+}
+
 void run(const AttentionOp& op, const BoundPlan& bound) {
   const StepState& s = bound.state();
   const LayerCacheView& cache = bound.cache(op.cache);

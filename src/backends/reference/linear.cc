@@ -172,6 +172,8 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
   std::size_t bytes = 0;
   if (const auto* qkv = std::get_if<QkvOp>(&op)) {
     floats = plan.buffer(qkv->in).width + weight(qkv->k).rows + weight(qkv->v).rows;
+  } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+    floats = plan.buffer(query->in).width;
   } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
     const AttentionSpec& cache =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];

@@ -12,6 +12,7 @@ void run(const EmbedOp& op, const BoundPlan& bound);
 void run(const NormOp& op, const BoundPlan& bound);
 void run(const LinearOp& op, const BoundPlan& bound);
 void run(const QkvOp& op, const BoundPlan& bound);
+void run(const QueryOp& op, const BoundPlan& bound);
 void run(const AttentionOp& op, const BoundPlan& bound);
 void run(const ShortConvOp& op, const BoundPlan& bound);
 void run(const DeltaRuleOp& op, const BoundPlan& bound);

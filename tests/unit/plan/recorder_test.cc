@@ -195,6 +195,23 @@ TEST(Recorder, Qkv) {
   no([](QkvOp& op, auto& t) { op.q_out = t.logits; });
 }
 
+TEST(Recorder, Query) {
+  const auto no = [](auto spoil) { refuse<QueryOp>(&TinyRecorder::query, "query", spoil); };
+  no([](QueryOp& op, auto&) { op.in = {}; });
+  no([](QueryOp& op, auto& t) { op.in = t.q; });
+  no([](QueryOp& op, auto&) { op.norm.weight = {}; });
+  no([](QueryOp& op, auto&) { op.q = {}; });
+  no([](QueryOp& op, auto& t) { op.q = t.tables.k; });
+  no([](QueryOp& op, auto& t) { op.q_bias = t.tables.kv_bias; });
+  no([](QueryOp& op, auto& t) { op.q_norm->weight = t.tables.norm; });
+  no([](QueryOp& op, auto&) { op.rope.inverse_frequencies = {}; });
+  no([](QueryOp& op, auto& t) { op.rope.inverse_frequencies = t.tables.head_norm; });
+  no([](QueryOp& op, auto&) { op.head_dim = 0; });
+  no([](QueryOp& op, auto&) { op.head_dim = 3; });
+  no([](QueryOp& op, auto&) { op.q_out = {}; });
+  no([](QueryOp& op, auto& t) { op.q_out = t.x; });
+}
+
 TEST(Recorder, Attention) {
   const auto no = [](auto spoil) {
     refuse<AttentionOp>(&TinyRecorder::attention, "attention", spoil);

@@ -135,6 +135,16 @@ struct TinyRecorder {
             .cache = {0},
             .q_out = q};
   }
+  QueryOp query() const {
+    return {.in = x,
+            .norm = norm(),
+            .q = tables.q,
+            .q_bias = tables.q_bias,
+            .q_norm = RmsNorm{tables.head_norm, 1e-6F},
+            .rope = {tables.frequencies, RopeStyle::kHalf, 1},
+            .head_dim = kDim,
+            .q_out = q};
+  }
   AttentionOp attention() const {
     return {.q = q, .cache = {0}, .heads = kHeads, .scale = 0.25F, .out = attended};
   }

@@ -1,0 +1,40 @@
+// Which layers of a model have caches, and what these cost.
+#include <gtest/gtest.h>
+
+#include "cache/static_cache.h"
+#include "models/golden.h"
+#include "models/model.h"
+
+namespace pianola {
+namespace {
+
+int count_of(const Plan& plan, std::string_view op) {
+  return static_cast<int>(
+      std::ranges::count_if(plan.ops, [&](const Op& o) { return op == op_name(o); }));
+}
+
+// Four layers, of which the last two attend to the caches of the first two.
+TEST(LayerCaches, ASharedOneIsThereOnce) {
+  const auto model = CausalModel::open(golden_folder() / "gemma3" / "shared" / "hf");
+  const ModelTables tables = model->tables(256);
+  ASSERT_EQ(tables.layers.size(), 4U);
+  ASSERT_EQ(tables.caches.size(), 2U);
+  EXPECT_EQ(tables.caches[0].window, 16);
+  EXPECT_EQ(tables.caches[1].window, 0);
+  for (std::size_t layer = 0; layer < 4; ++layer) {
+    const LayerWeights& w = tables.layers[layer];
+    EXPECT_EQ(w.cache.index, static_cast<std::int32_t>(layer % 2));
+    EXPECT_EQ(w.k.valid() && w.v.valid() && w.k_norm.valid(), layer < 2);
+  }
+  const Plan plan = model->record(tables, {.tokens = 4});
+  EXPECT_EQ(count_of(plan, "qkv"), 2);
+  EXPECT_EQ(count_of(plan, "query"), 2);
+  EXPECT_EQ(count_of(plan, "attention"), 4);
+  // Keys and values of two heads of 32: the window of 16 and the step in one block, and 256 tokens.
+  const CacheLayout layout(tables.cache_specs(),
+                           {.max_seq_len = 256, .chunk = 16, .dtype = DType::kF32});
+  EXPECT_EQ(layout.bytes_per_slot(), (64U + 256U) * 2 * (2 * 32) * sizeof(float));
+}
+
+}  // namespace
+}  // namespace pianola
