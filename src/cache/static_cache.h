@@ -49,7 +49,7 @@ class CacheLayout {
   int checkpoint_interval() const;
   CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
   std::size_t key_bytes(int layer) const;    // of one slot, with scales
-  std::size_t value_bytes(int layer) const;  // of one slot
+  std::size_t value_bytes(int layer) const;  // of one slot; 0 when the keys hold them
   // Sizes of a state layer; no addresses.
   StateView state_shape(int layer) const;
   std::size_t bytes_per_slot() const;

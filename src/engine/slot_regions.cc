@@ -22,7 +22,7 @@ std::vector<SlotRegion> slot_regions(std::span<const LayerCacheView> caches,
       regions.push_back({base + elements, stride, (stride - elements) / all * blocks});
     };
     add_blocks(view.keys, view.key_slot_bytes, view.key_dim);
-    add_blocks(view.values, view.value_slot_bytes, view.value_dim);
+    if (!view.latent) add_blocks(view.values, view.value_slot_bytes, view.value_dim);
   }
   const auto add = [&regions](auto* base, std::size_t elements) {
     const std::size_t bytes = elements * sizeof(*base);

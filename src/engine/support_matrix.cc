@@ -118,6 +118,9 @@ std::vector<LayerKind> layer_kinds(const ModelConfig& config) {
     return {{"attention and state layers, compact rollback", length, false},
             {"attention and state layers, exact rollback", length, true}};
   }
+  if (config.latent.present()) {
+    return {{"multi-head latent attention", static_cast<int>(longest)}};
+  }
   if (!smallest) return {{"full attention", static_cast<int>(longest)}};
   return {{"full attention", static_cast<int>(std::min(longest, *smallest))},
           {"sliding window", static_cast<int>(*smallest + 1)}};

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "models/latent_attention.h"
 #include "models/rope.h"
 #include "models/state_layers.h"
 #include "models/table_builder.h"
@@ -53,6 +54,7 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
   w.experts_gate = table.stack(e.tensors, Part::kExpertsGate, experts, ff, width);
   w.experts_up = table.stack(e.tensors, Part::kExpertsUp, experts, ff, width);
   w.experts_down = table.stack(e.tensors, Part::kExpertsDown, experts, width, ff);
+  w.choice_bias = table.vector_if(e.choice_bias, Part::kChoiceBias, experts);
   if (e.bias) {
     const auto bias = [&](Part part, std::int64_t size) {
       return table.expert_vector(part, part, experts, size);
@@ -63,7 +65,7 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
     w.experts_down_bias = bias(Part::kExpertsDownBias, width);
   }
   if (const std::int64_t shared = e.shared_expert_intermediate_size) {
-    w.shared_router = table.row(Part::kSharedRouter, width, WeightRole::kRouter);
+    if (e.shared_gate) w.shared_router = table.row(Part::kSharedRouter, width, WeightRole::kRouter);
     w.shared_gate = table.matrix(Part::kSharedGate, shared, width);
     w.shared_up = table.matrix(Part::kSharedUp, shared, width);
     w.shared_down = table.matrix(Part::kSharedDown, width, shared);
@@ -105,7 +107,10 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64
     return table.norm(part, size, c.norm_offset);
   };
   w.attention_norm = norm(Part::kAttentionNorm, width);
-  if (c.state.of_layer(layer) == Mixer::kAttention) {
+  if (c.latent.present()) {
+    w.latent = declare_latent_attention(table, c);
+    w.o = table.matrix(Part::kO, width, c.num_attention_heads * c.latent.v_head_dim);
+  } else if (c.state.of_layer(layer) == Mixer::kAttention) {
     declare_attention(table, c, c.cache_layer(layer) == layer, w);
   } else {
     w.state = declare_state_layer(table, c);
@@ -151,6 +156,7 @@ struct AttentionBuffers {
 AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
   const std::int64_t width = config.num_attention_heads * config.head_dim;
   AttentionBuffers buffers;
+  if (config.latent.present()) return buffers;
   buffers.q = r.buffer("q", Extent::kTokens, width);
   buffers.attended = r.buffer("attended", Extent::kTokens, width);
   if (config.attention_gate) buffers.gate = r.buffer("gate", Extent::kTokens, width);
@@ -222,7 +228,7 @@ ExpertBuffers expert_buffers(Recorder& r, const ModelConfig& config) {
   if (e.num_experts == 0) return buffers;
   buffers.routing = r.buffer("routing", Extent::kTokens, 2 * e.num_experts_per_tok);
   if (e.shared_expert_intermediate_size == 0) return buffers;
-  buffers.shared = r.buffer("shared", Extent::kTokens, 2);
+  if (e.shared_gate) buffers.shared = r.buffer("shared", Extent::kTokens, 2);
   buffers.mixed = r.buffer("mixed", Extent::kTokens, config.hidden_size);
   return buffers;
 }
@@ -251,8 +257,11 @@ void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& 
                    .bias = w.router_bias,
                    .top_k = static_cast<std::int32_t>(config.experts.num_experts_per_tok),
                    .score = config.experts.score,
+                   .choice_bias = w.choice_bias,
+                   .groups = config.experts.groups,
+                   .scale = static_cast<float>(config.experts.route_scale),
                    .out = buffers.routing});
-  const bool shared = w.shared_router.valid();
+  const bool shared = w.shared_gate.valid();
   r.record(ExpertsOp{.in = x,
                      .norm = norm,
                      .routing = buffers.routing,
@@ -266,6 +275,17 @@ void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& 
                      .residual = residual,
                      .out = shared ? buffers.mixed : out});
   if (!shared) return;
+  if (!w.shared_router.valid()) {  // with a weight of 1 it is a plain MLP
+    r.record(GatedMlpOp{.in = x,
+                        .norm = norm,
+                        .gate = w.shared_gate,
+                        .up = w.shared_up,
+                        .down = w.shared_down,
+                        .activation = config.hidden_act,
+                        .residual = buffers.mixed,
+                        .out = out});
+    return;
+  }
   r.record(RouteOp{.in = x,
                    .norm = norm,
                    .weight = w.shared_router,
@@ -315,7 +335,7 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
       w.cache = tables.layers[static_cast<std::size_t>(source)].cache;
     } else {
       w.cache = {static_cast<std::int32_t>(tables.caches.size())};
-      tables.caches.push_back(cache);
+      tables.caches.push_back(config.latent.present() ? latent_spec(config) : cache);
     }
   }
   tables.final_norm = table.norm(Part::kFinalNorm, config.hidden_size, config.norm_offset);
@@ -331,6 +351,7 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
   const BufferId x = r.buffer("x", Extent::kTokens, config.hidden_size);
   const AttentionBuffers attention = attention_buffers(r, config);
   const StateBuffers states = state_buffers(r, config);
+  const LatentBuffers latents = latent_buffers(r, config);
   std::int32_t next_state = 0;
 
   // What a block adds, where it is normed first.
@@ -348,6 +369,10 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
         !config.layer_windows.empty() && config.layer_windows[static_cast<std::size_t>(layer)] > 0;
     if (w.state.out.valid()) {
       record_state_layer(r, config, w, states, StateId{next_state++}, x, residual, target);
+    } else if (w.latent.kv.valid()) {
+      record_latent_attention(r, config, tables, w, latents, x);
+      r.record(
+          LinearOp{.in = latents.attended, .weight = w.o, .residual = residual, .out = target});
     } else {
       record_attention(r, config, tables, w, windowed, attention, x, residual, target);
     }

@@ -39,6 +39,8 @@ struct Family {
 };
 
 extern const Family kBamba;
+extern const Family kDeepseekV2;
+extern const Family kDeepseekV3;
 extern const Family kGemma3;
 extern const Family kGptOss;
 extern const Family kLlama;

@@ -242,9 +242,12 @@ const char* rope_kind_name(RopeKind kind) {
 ModelConfig parse_hf_config(const json::value& value, const std::string& where) {
   const JsonObject root(value, where);
   const FieldName name = [&root](std::string_view field) {
-    // transformers writes either name.
-    const bool other = field == "num_experts" && is_absent(root, field);
-    return root.field_path(other ? "num_local_experts" : field);
+    // transformers writes any of these names.
+    if (field == "num_experts" && is_absent(root, field)) {
+      return root.field_path(is_absent(root, "n_routed_experts") ? "num_local_experts"
+                                                                 : "n_routed_experts");
+    }
+    return root.field_path(field);
   };
   const Family& family = find_family(root);
   refuse_unsupported_fields(root, family);

@@ -18,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 66> kNames = {{
+constexpr std::array<Names, 75> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -87,6 +87,15 @@ constexpr std::array<Names, 66> kNames = {{
     {true, "ssm.skip", "", "mamba.D"},
     {true, "ssm.norm", "", "mamba.norm.weight"},
     {true, "ssm.out_proj", "", "mamba.out_proj.weight"},
+    {true, "q_a_proj", "attn_q_a.weight", "self_attn.q_a_proj.weight"},
+    {true, "q_a_norm", "attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight"},
+    {true, "q_b_proj", "attn_q_b.weight", "self_attn.q_b_proj.weight"},
+    {true, "kv_a_proj", "attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"},
+    {true, "kv_a_norm", "attn_kv_a_norm.weight", "self_attn.kv_a_layernorm.weight"},
+    {true, "kv_b_proj", "attn_kv_b.weight", "self_attn.kv_b_proj.weight"},
+    {true, "k_b_proj", "attn_k_b.weight", ""},
+    {true, "v_b_proj", "attn_v_b.weight", ""},
+    {true, "router_choice_bias", "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"},
 }};
 
 struct OtherName {
@@ -95,7 +104,7 @@ struct OtherName {
   std::string_view hugging_face;
 };
 
-constexpr std::array<OtherName, 8> kOtherNames = {{
+constexpr std::array<OtherName, 11> kOtherNames = {{
     {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
     {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
     {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
@@ -104,6 +113,9 @@ constexpr std::array<OtherName, 8> kOtherNames = {{
     {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
     {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
     {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
+    {TensorNaming::kDeepseek, Part::kSharedGate, "mlp.shared_experts.gate_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedUp, "mlp.shared_experts.up_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedDown, "mlp.shared_experts.down_proj.weight"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
@@ -139,6 +151,10 @@ std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_
 std::string weight_name(Part part, std::int64_t layer) {
   const Names& names = names_of(part);
   return names.in_layer ? fmt::format("layers.{}.{}", layer, names.own) : std::string(names.own);
+}
+
+bool is_of_layer(std::string_view name, std::int64_t layer) {
+  return name.starts_with(fmt::format("model.layers.{}.", layer));
 }
 
 bool is_ignored_tensor(std::string_view name) {

@@ -36,6 +36,8 @@ class Recorder {
   void check(const LinearOp& op) const;
   void check(const QkvOp& op) const;
   void check(const QueryOp& op) const;
+  void check(const LatentQkvOp& op) const;
+  void check(const HeadLinearOp& op) const;
   void check(const AttentionOp& op) const;
   void check(const ShortConvOp& op) const;
   void check(const DeltaRuleOp& op) const;

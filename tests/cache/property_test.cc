@@ -79,7 +79,11 @@ const std::vector<Stack>& stacks() {
       {"shared_kv", "cpu", "gemma3/shared", "f16", 4, 33},
       {"shared_kv_int8", "cpu", "gemma3/shared", "int8", 40, 7},
       {"pages_shared_kv", "cpu", "gemma3/shared", "f16", 4, 33, false, 4, 4096},
-      {"reference_shared_kv", "reference", "gemma3/shared", "f16", 4, 33}};
+      {"reference_shared_kv", "reference", "gemma3/shared", "f16", 4, 33},
+      {"latent", "cpu", "deepseek/v2_lite", "f16", 16, 20},
+      {"latent_int8", "cpu", "deepseek/v3", "int8", 1, 150},
+      {"pages_latent", "cpu", "deepseek/v3", "f16", 4, 33, false, 4, 4096},
+      {"reference_latent", "reference", "deepseek/v2", "f16"}};
   return all;
 }
 

@@ -25,7 +25,8 @@ struct Case {
                      // "experts": with that, sinks and a mixture of experts; "shared": a mixture
                      // with a shared expert; "hybrid": with layers of linear attention, "exact":
                      // and their states kept; "ssm": with layers of Mamba-2;
-                     // "shared_kv": layers that attend to the caches of others, windows among them
+                     // "shared_kv": layers that attend to the caches of others, windows among them;
+                     // "latent": multi-head latent attention
   std::string cache_type = "f16";
 };
 
@@ -46,14 +47,16 @@ std::vector<Case> cases() {
                            {"reference", "", "experts"},     {"reference", "", "hybrid"},
                            {"reference", "", "exact"},       {"reference", "", "ssm"},
                            {"reference", "", "f32", "int8"}, {"reference", "", "window", "int8"},
-                           {"reference", "", "f32", "fp8"},  {"reference", "", "shared_kv"}};
+                           {"reference", "", "f32", "fp8"},  {"reference", "", "shared_kv"},
+                           {"reference", "", "latent"},      {"reference", "", "latent", "int8"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
     for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window", "experts", "hybrid", "exact",
-                             "ssm", "shared_kv"}) {
+                             "ssm", "shared_kv", "latent"}) {
       all.push_back({"cpu", cpu::isa_name(isa), form});
     }
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "window", "int8"});
+    all.push_back({"cpu", cpu::isa_name(isa), "latent", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "fp8"});
   }
   return all;
@@ -108,6 +111,10 @@ class CaptureTest : public testing::TestWithParam<Case> {
     }
     if (GetParam().form == "shared_kv") {
       model_ = CausalModel::open(golden_folder() / "gemma3" / "shared" / "hf");
+      return;
+    }
+    if (GetParam().form == "latent") {
+      model_ = CausalModel::open(golden_folder() / "deepseek" / "v3" / "hf");
       return;
     }
     const auto path = checkpoint_of_form(GetParam().form);

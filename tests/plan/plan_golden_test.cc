@@ -22,6 +22,8 @@ std::string file_of(const std::string& family) {
   if (family == "qwen3_moe") return "qwen3_moe/some/hf";
   if (family == "qwen3_next") return "qwen3_next/experts/hf";
   if (family == "qwen3_5" || family == "bamba") return family + "/hybrid/hf";
+  if (family == "deepseek_v2") return "deepseek/v2_lite/hf";
+  if (family == "deepseek_v3") return "deepseek/v3/hf";
   return family + "/tied/q8_0.gguf";
 }
 
@@ -45,13 +47,14 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
   EXPECT_EQ(text.find(".q_norm") != std::string::npos, family.starts_with("qwen3"));
   EXPECT_EQ(text.find("delta_rule") != std::string::npos,
             family == "qwen3_next" || family == "qwen3_5");
+  EXPECT_EQ(text.find("latent_qkv") != std::string::npos, family.starts_with("deepseek"));
   EXPECT_EQ(text.find("ssm  ") != std::string::npos, family == "bamba");
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, PlanGoldenTest,
                          testing::Values("llama", "mistral", "qwen2", "qwen3", "gpt_oss",
-                                         "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5",
-                                         "bamba"));
+                                         "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "bamba",
+                                         "deepseek_v2", "deepseek_v3"));
 
 }  // namespace
 }  // namespace pianola

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
-    BambaConfig, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
+    BambaConfig, DeepseekV2Config, DeepseekV3Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
     Qwen3Config, Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -61,6 +61,12 @@ HYBRID = dict(
 MAMBA = dict(
     mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=24, mamba_d_conv=4,
     mamba_expand=2, mamba_chunk_size=32,
+)  # fmt: skip
+
+
+LATENT = dict(
+    num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=24,
+    qk_rope_head_dim=16, v_head_dim=40, moe_intermediate_size=32,
 )  # fmt: skip
 
 
@@ -272,6 +278,38 @@ CASES = {
         dict(dtype="bfloat16"),
         ["Q8_0"],
     ),
+    # As DeepSeek-V2-Lite: queries in one product, YaRN that also scales the scores, one plain layer.
+    "deepseek/v2_lite": (
+        DeepseekV2Config,
+        {**SMALL, **LATENT, "num_hidden_layers": 3, "rms_norm_eps": 1e-6, "q_lora_rank": None,
+         "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
+         "num_experts_per_tok": 3, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+         "rope_parameters": rope("yarn", factor=8.0, beta_fast=32, beta_slow=1, mscale=0.707,
+                                 mscale_all_dim=0.707, original_max_position_embeddings=32)},
+        dict(dtype="bfloat16", rows=(200, 70, 17), max_seq_len=256),
+        [],
+    ),
+    # As DeepSeek-V2: queries of a rank, experts of the best groups only, weights that are scaled.
+    "deepseek/v2": (
+        DeepseekV2Config,
+        {**SMALL, **LATENT, "rms_norm_eps": 1e-5, "q_lora_rank": 48,
+         "n_routed_experts": 12, "n_shared_experts": 1, "num_experts_per_tok": 3,
+         "routed_scaling_factor": 4.0, "topk_method": "group_limited_greedy", "n_group": 4,
+         "topk_group": 2, "rope_parameters": rope("yarn", factor=8.0, mscale=1.0,
+             mscale_all_dim=0.5, original_max_position_embeddings=32)},
+        dict(dtype="float16", rows=(70, 17)),
+        [],
+    ),
+    "deepseek/v3": (
+        DeepseekV3Config,
+        {**SMALL, **LATENT, "num_hidden_layers": 3, "rms_norm_eps": 1e-6, "q_lora_rank": 48,
+         "first_k_dense_replace": 1, "n_routed_experts": 12, "n_shared_experts": 1,
+         "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
+         "norm_topk_prob": True, "num_mtp_layers": 0,
+         "rope_parameters": rope(theta=10000.0)},
+        dict(dtype="bfloat16", rows=(70, 17)),
+        [],
+    ),
     # Heads that share B and C in groups, in rows of several of transformers' chunks.
     "bamba/hybrid": (
         BambaConfig,
@@ -372,8 +410,11 @@ def share_keys_and_values(model):
     """Lets the last num_kv_shared_layers layers attend to the keys and values of the last layer of
     their kind before them. Gemma 3n and Gemma 4 of transformers do so; here it is the only
     difference from a family that has no such layers."""
+    shared = getattr(model.config, "num_kv_shared_layers", None) or 0
+    if shared == 0:
+        return model
     layers, types = model.model.layers, model.config.layer_types
-    own = len(layers) - (getattr(model.config, "num_kv_shared_layers", None) or 0)
+    own = len(layers) - shared
     for i in range(own, len(layers)):
         source = max(j for j in range(own) if types[j] == types[i])
         for name in ("k_proj", "v_proj", "k_norm"):

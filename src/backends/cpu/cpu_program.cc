@@ -16,6 +16,7 @@ namespace {
 const Rope* rope_of(const Op& op) {
   if (const auto* qkv = std::get_if<QkvOp>(&op)) return &qkv->rope;
   if (const auto* query = std::get_if<QueryOp>(&op)) return &query->rope;
+  if (const auto* latent = std::get_if<LatentQkvOp>(&op)) return &latent->rope;
   return nullptr;
 }
 
@@ -266,8 +267,8 @@ void CpuProgram::execute(const RouteOp& op, Worker w) {
       std::fill_n(out + op.top_k, op.top_k, 0.0F);
     } else {
       reference::choose_experts(
-          {scores + std::int64_t{t} * experts, static_cast<std::size_t>(experts)}, op.top_k,
-          op.score, out);
+          op, {scores + std::int64_t{t} * experts, static_cast<std::size_t>(experts)},
+          bound_.vector(op.choice_bias), out);
     }
   }
   pool_.barrier();
@@ -277,8 +278,8 @@ void CpuProgram::execute(const RouteOp& op, Worker w) {
 
 KvCache CpuProgram::kv_cache(CacheId id) const {
   const LayerCacheView& view = bound_.cache(id);
-  return {view.keys,     view.values,  view.dtype, view.capacity,
-          view.kv_heads, view.key_dim, view.window};
+  return {view.keys,     view.values,  view.dtype,  view.capacity,
+          view.kv_heads, view.key_dim, view.window, view.latent ? view.value_dim : 0};
 }
 
 void CpuProgram::execute(const QkvOp& op, Worker w) {

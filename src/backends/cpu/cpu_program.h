@@ -49,6 +49,8 @@ class CpuProgram final : public Program {
   void execute(const LinearOp& op, Worker w);
   void execute(const QkvOp& op, Worker w);
   void execute(const QueryOp& op, Worker w);
+  void execute(const LatentQkvOp& op, Worker w);
+  void execute(const HeadLinearOp& op, Worker w);
   void execute(const AttentionOp& op, Worker w);
   void execute(const ShortConvOp& op, Worker w);
   void execute(const DeltaRuleOp& op, Worker w);
@@ -98,6 +100,14 @@ class CpuProgram final : public Program {
     std::optional<RmsNorm> norm;
     bool rotate = false;
   };
+  // Heads of all tokens: token t's head h begins at data + t * token_stride + h * head_stride.
+  struct HeadRows {
+    float* data = nullptr;
+    std::int64_t token_stride = 0;
+    std::int64_t head_stride = 0;
+  };
+  // This worker's rows of out[t, h] = W[h] in[t, h].
+  void multiply_heads(Worker w, WeightId stack, const HeadRows& in, const HeadRows& out);
   // Bias, norm and rope of the heads of the tokens in `range`.
   void finish_heads(std::span<const Heads> parts, const Rope& rope, int dim, Range range);
 

@@ -30,6 +30,7 @@ struct Needs {
   std::size_t group_bytes = 0;
   std::size_t expert_activation_bytes = 0;
   std::int64_t score_vocab = 0;
+  std::size_t head_activation_bytes = 0;
   std::size_t activation_bytes = 0;
   std::size_t own_activation_bytes = 0;
   std::size_t linear_bytes = 0;
@@ -67,6 +68,17 @@ struct Needs {
     }
   }
 
+  // Of a stack with a matrix a head.
+  void heads(WeightId id) {
+    const WeightDecl& w = decl(id);
+    const int cols = static_cast<int>(w.cols);
+    head_activation_bytes =
+        std::max(head_activation_bytes,
+                 cpu::activation_bytes(activation_kind(w.dtype, isa), tokens(), cols));
+    for (const int n : {1, tokens()}) {
+      linear_bytes = std::max(linear_bytes, linear_scratch_bytes(w.dtype, isa, n, cols));
+    }
+  }
   void rope(const Rope& r) {
     rope_half = std::max(rope_half, decl(r.inverse_frequencies).cols);
     ropes.insert(r.inverse_frequencies.index);
@@ -86,13 +98,20 @@ struct Needs {
     matrix(op.q);
     rope(op.rope);
   }
+  void operator()(const LatentQkvOp& op) {
+    heads(op.absorb);
+    kv_width = std::max(kv_width, plan.buffer(op.kv).width);
+    rope(op.rope);
+  }
+  void operator()(const HeadLinearOp& op) { heads(op.weight); }
   void operator()(const AttentionOp& op) {
     const AttentionSpec& kv = tables.caches.attention[static_cast<std::size_t>(op.cache.index)];
     const KvCache cache{.dtype = tables.cache_shape.dtype,
                         .capacity = tables.cache_shape.capacity,
                         .kv_heads = kv.kv_heads,
                         .head_dim = kv.key_dim,
-                        .window = kv.window};
+                        .window = kv.window,
+                        .latent_dim = kv.latent ? kv.value_dim : 0};
     attention_bytes =
         std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, tokens(), workers));
   }
@@ -161,6 +180,8 @@ CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa,
   s.own_activations = arena.reserve(3 * count * s.own_activation_bytes);
   s.keys = arena.reserve(tokens * floats(needs.kv_width));
   s.values = arena.reserve(tokens * floats(needs.kv_width));
+  s.head_activation_bytes = aligned(needs.head_activation_bytes);
+  s.head_activations = arena.reserve(count * s.head_activation_bytes);
   s.gate = arena.reserve(floats(needs.hidden));
   s.up = arena.reserve(floats(needs.hidden));
   s.scores = arena.reserve(floats(needs.scores));

@@ -36,5 +36,21 @@ TEST(LayerCaches, ASharedOneIsThereOnce) {
   EXPECT_EQ(layout.bytes_per_slot(), (64U + 256U) * 2 * (2 * 32) * sizeof(float));
 }
 
+// A token costs the latent and what turns, however many heads read them.
+TEST(LayerCaches, ALatentIsOneForAllHeads) {
+  const auto model = CausalModel::open(golden_folder() / "deepseek" / "v2_lite" / "hf");
+  const ModelTables tables = model->tables(256);
+  ASSERT_EQ(tables.caches.size(), 3U);
+  EXPECT_EQ(model->config().num_attention_heads, 4);
+  const CacheLayout layout(tables.cache_specs(), {.max_seq_len = 256, .dtype = DType::kF16});
+  for (int layer = 0; layer < 3; ++layer) {
+    EXPECT_EQ(layout.key_bytes(layer) + layout.value_bytes(layer), 256U * (32 + 16) * 2);
+  }
+  const Plan plan = model->record(tables, {.tokens = 4});
+  EXPECT_EQ(count_of(plan, "latent_qkv"), 3);
+  EXPECT_EQ(count_of(plan, "qkv"), 0);
+  EXPECT_EQ(count_of(plan, "head_linear"), 3);
+}
+
 }  // namespace
 }  // namespace pianola

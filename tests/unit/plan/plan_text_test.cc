@@ -79,6 +79,21 @@ TEST(PlanText, ShowsWhatDiffers) {
   EXPECT_THAT(text, HasSubstr("v=v k_bias=kv_bias v_bias=kv_bias rope"));
 }
 
+TEST(PlanText, ShowsLatents) {
+  test::TinyLatent t;
+  for (const Op& op :
+       {Op(t.qkv()),
+        Op(AttentionOp{.q = t.absorbed, .cache = {0}, .heads = 2, .scale = 0.25F, .out = t.latent}),
+        Op(t.values()), Op(AdvanceOp{})}) {
+    t.recorder.record(op);
+  }
+  const std::string text = plan_text(t.recorder.finish(), t.tables.weights, t.caches);
+  EXPECT_THAT(text, HasSubstr("latent_qkv %absorbed, cache.0 <- %q, %kv  kv_norm=kv_norm eps=1e-06 "
+                              "absorb=absorb of 2 rope=interleaved(turns)\n"));
+  EXPECT_THAT(text, HasSubstr("heads=2/1 dim=12 latent=8 scale=0.25\n"));
+  EXPECT_THAT(text, HasSubstr("head_linear %out <- %latent  weight=up of 2\n"));
+}
+
 TEST(PlanText, NamesShapesAndVariants) {
   EXPECT_EQ(to_string(StepShape{}), "tokens=1 lanes=1 logit_rows=1 sample");
   EXPECT_STREQ(step_variant_name(StepVariant::kLogits), "logits");

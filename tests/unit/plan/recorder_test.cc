@@ -232,6 +232,42 @@ TEST(Recorder, Attention) {
   no([](AttentionOp& op, auto& t) { op.sinks = t.tables.q; });
 }
 
+TEST(Recorder, LatentQkv) {
+  const auto no = [](const std::function<void(LatentQkvOp&, const test::TinyLatent&)>& spoil) {
+    test::TinyLatent t;
+    LatentQkvOp op = t.qkv();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"recording op 0", "(latent_qkv)", "expected"});
+    t.recorder.record(t.qkv());
+  };
+  no([](LatentQkvOp& op, auto&) { op.q = {}; });
+  no([](LatentQkvOp& op, auto& t) { op.q = t.absorbed; });
+  no([](LatentQkvOp& op, auto& t) { op.kv = t.latent; });
+  no([](LatentQkvOp& op, auto&) { op.kv_norm.eps = 0; });
+  no([](LatentQkvOp& op, auto& t) { op.kv_norm.weight = t.turns; });
+  no([](LatentQkvOp& op, auto& t) { op.absorb = t.up; });
+  no([](LatentQkvOp& op, auto& t) { op.absorb = t.kv_norm; });
+  no([](LatentQkvOp& op, auto& t) { op.rope.inverse_frequencies = t.kv_norm; });
+  no([](LatentQkvOp& op, auto&) { op.cache = {1}; });  // no latent one
+  no([](LatentQkvOp& op, auto&) { op.cache = {2}; });
+  no([](LatentQkvOp& op, auto& t) { op.q_out = t.q; });
+}
+
+TEST(Recorder, HeadLinear) {
+  const auto no = [](const std::function<void(HeadLinearOp&, const test::TinyLatent&)>& spoil) {
+    test::TinyLatent t;
+    HeadLinearOp op = t.values();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"recording op 0", "(head_linear)", "expected"});
+    t.recorder.record(t.values());
+  };
+  no([](HeadLinearOp& op, auto& t) { op.in = t.q; });
+  no([](HeadLinearOp& op, auto& t) { op.weight = t.absorb; });
+  no([](HeadLinearOp& op, auto& t) { op.weight = t.kv_norm; });
+  no([](HeadLinearOp& op, auto&) { op.out = {}; });
+  no([](HeadLinearOp& op, auto& t) { op.out = t.latent; });
+}
+
 TEST(Recorder, Route) {
   const auto no = [](const std::function<void(RouteOp&, const test::TinyMixture&)>& spoil) {
     test::TinyMixture t;
@@ -246,6 +282,17 @@ TEST(Recorder, Route) {
   no([](RouteOp& op, auto&) { op.weight = {}; });
   no([](RouteOp& op, auto& t) { op.weight = t.tables.gate; });  // the role is not router
   no([](RouteOp& op, auto& t) { op.bias = t.tables.ff_bias; });
+  no([](RouteOp& op, auto& t) { op.choice_bias = t.tables.router_bias; });  // of a softmax
+  no([](RouteOp& op, auto& t) {
+    op.score = RouteScore::kSigmoid;
+    op.choice_bias = t.tables.ff_bias;
+  });
+  no([](RouteOp& op, auto&) { op.groups.count = 2; });    // of five experts
+  no([](RouteOp& op, auto&) { op.groups = {5, 1, 1}; });  // one expert, of which two are chosen
+  no([](RouteOp& op, auto&) { op.groups = {5, 6, 1}; });
+  no([](RouteOp& op, auto&) { op.groups = {5, 2, 2}; });
+  no([](RouteOp& op, auto&) { op.groups.best = 0; });
+  no([](RouteOp& op, auto&) { op.scale = 0; });
   no([](RouteOp& op, auto&) { op.top_k = 0; });
   no([](RouteOp& op, auto&) { op.top_k = -1; });
   no([](RouteOp& op, auto&) { op.top_k = 3; });  // another width than the output's
