@@ -4,7 +4,9 @@
 // Multi-head latent attention, whose scores are scaled once more where rope is stretched by YaRN;
 // the first layers have plain MLPs, the others a mixture of experts with a shared one that every
 // token gets. V2 chooses experts by a softmax, V3 by a sigmoid and a bias; both may look only into
-// the best groups of experts, which V2 rates by their best expert and V3 by their best two.
+// the best groups of experts, which V2 rates by their best expert and V3 by their best two. For
+// GGUF files (one architecture) llama.cpp: what they say of groups is V3's, and the norms of the
+// ranks have the eps of all others.
 #include <cmath>
 
 #include "models/family.h"
@@ -130,9 +132,12 @@ void parse_deepseek_v3(const JsonObject& root, ModelConfig& config) {
 }  // namespace
 
 const Family kDeepseekV2 = {.model_type = "deepseek_v2",
-                            .architecture = "",
+                            .architecture = "deepseek2",
                             .default_max_position_embeddings = 2048,
-                            .parse_hf = parse_deepseek_v2};
+                            .parse_hf = parse_deepseek_v2,
+                            .gguf_rope_style = RopeStyle::kInterleaved,
+                            .gguf_experts = true,
+                            .gguf_latent = true};
 
 const Family kDeepseekV3 = {.model_type = "deepseek_v3",
                             .architecture = "",

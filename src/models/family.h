@@ -33,6 +33,7 @@ struct Family {
   bool gguf_qk_norm = false;
   bool gguf_experts = false;  // and nothing but them: no layer has a plain MLP
   bool gguf_shared_expert = false;
+  bool gguf_latent = false;  // multi-head latent attention, and experts as DeepSeek has them
   RouteScore gguf_route_score = RouteScore::kSoftmaxOfChosen;
   // The rest of it, once the shared keys are read.
   void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;

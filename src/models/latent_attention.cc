@@ -25,6 +25,12 @@ LatentLayerWeights declare_latent_attention(TableBuilder& table, const ModelConf
   }
   w.kv = table.matrix(Part::kLatentKvA, l.kv_lora_rank + l.qk_rope_head_dim, width);
   w.kv_norm = table.vector(Part::kLatentKvANorm, l.kv_lora_rank);
+  if (table.has(Part::kLatentKB)) {
+    constexpr ExpertTensors kStacked = ExpertTensors::kStacked;
+    w.absorb = table.stack(kStacked, Part::kLatentKB, heads, l.kv_lora_rank, l.qk_nope_head_dim);
+    w.values = table.stack(kStacked, Part::kLatentVB, heads, l.v_head_dim, l.kv_lora_rank);
+    return w;
+  }
   // Of each head: what makes its keys of the latent, then its values.
   const std::int64_t rows = l.qk_nope_head_dim + l.v_head_dim;
   w.absorb = table.head_stack(Part::kLatentKB, Part::kLatentKvB, heads, l.kv_lora_rank,

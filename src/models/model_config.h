@@ -209,7 +209,7 @@ ModelConfig parse_hf_config(const boost::json::value& config,
 void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
                              const std::string& where = "generation_config.json");
 
-// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3 or gpt-oss).
+// From GGUF metadata (general.architecture of a family in registry.cc).
 ModelConfig parse_gguf_config(const Metadata& metadata);
 
 }  // namespace pianola

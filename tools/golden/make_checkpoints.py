@@ -76,7 +76,7 @@ def rope(kind="default", theta=10000.0, **fields):
 
 # name: (config class, fields, how to store it, GGUF types).
 # store: dtype; shards; legacy: config.json as transformers 4 wrote it; weights_from; rows; grid;
-# int8: also measure rounded activations (for block formats that check_llama_cpp.py has not run on).
+# early: GGUF in the first form of its architecture; int8: also measure rounded activations (for block formats that check_llama_cpp.py has not run on).
 CASES = {
     "gemma3/mixed": (
         Gemma3TextConfig,
@@ -287,7 +287,16 @@ CASES = {
          "rope_parameters": rope("yarn", factor=8.0, beta_fast=32, beta_slow=1, mscale=0.707,
                                  mscale_all_dim=0.707, original_max_position_embeddings=32)},
         dict(dtype="bfloat16", rows=(200, 70, 17), max_seq_len=256),
-        [],
+        ["F16"],
+    ),
+    # All of four experts: there is no choice that rounding of activations could change.
+    "deepseek/q8": (
+        DeepseekV2Config,
+        {**SMALL, **LATENT, "rms_norm_eps": 1e-6, "q_lora_rank": 32, "qk_nope_head_dim": 32,
+         "v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4,
+         "rope_parameters": rope()},
+        dict(dtype="float16", keep_hf=False, int8=True),
+        ["Q8_0"],
     ),
     # As DeepSeek-V2: queries of a rank, experts of the best groups only, weights that are scaled.
     "deepseek/v2": (
@@ -307,8 +316,8 @@ CASES = {
          "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
          "norm_topk_prob": True, "num_mtp_layers": 0,
          "rope_parameters": rope(theta=10000.0)},
-        dict(dtype="bfloat16", rows=(70, 17)),
-        [],
+        dict(dtype="bfloat16", rows=(70, 17), early=True),
+        ["F16"],
     ),
     # Heads that share B and C in groups, in rows of several of transformers' chunks.
     "bamba/hybrid": (
@@ -608,7 +617,9 @@ def make_case(case, extra_gguf=None):
     rounded = logits_of(copy.deepcopy(model).bfloat16(), rows)
     sensitivity = check_sensitivity(model, tensors, rows, logits)
     for kind in gguf_types:
-        gguf_export.export(folder / f"{kind.lower()}.gguf", config, tensors, kind)
+        gguf_export.export(
+            folder / f"{kind.lower()}.gguf", config, tensors, kind, early=store.get("early", False)
+        )
     if extra_gguf and config.rope_parameters.get("rope_type", "dynamic") != "dynamic":
         gguf_export.export(extra_gguf / f"{case.replace('/', '-')}-f32.gguf", config, tensors, "F32")
     # Where float32 itself is far from exact, the golden is the exact one.

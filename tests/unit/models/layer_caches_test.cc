@@ -1,7 +1,16 @@
 // Which layers of a model have caches, and what these cost.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <boost/json.hpp>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "base/json_reader.h"
 #include "cache/static_cache.h"
+#include "expect_error.h"
 #include "models/golden.h"
 #include "models/model.h"
 
@@ -50,6 +59,26 @@ TEST(LayerCaches, ALatentIsOneForAllHeads) {
   EXPECT_EQ(count_of(plan, "latent_qkv"), 3);
   EXPECT_EQ(count_of(plan, "qkv"), 0);
   EXPECT_EQ(count_of(plan, "head_linear"), 3);
+}
+
+// The tensors of a draft behind the last layer are left alone, if the configuration says that they
+// are there.
+TEST(LayerCaches, ADraftIsLeftAlone) {
+  const auto scratch =
+      std::filesystem::temp_directory_path() / ("pianola_draft_" + std::to_string(getpid()));
+  std::filesystem::copy(golden_folder() / "deepseek" / "v3" / "hf", scratch);
+  const auto open_with = [&scratch](int layers, int drafts) {
+    boost::json::value config =
+        parse_json(read_text_file(scratch / "config.json", 1 << 20), "config.json");
+    config.as_object()["num_hidden_layers"] = layers;
+    config.as_object()["num_nextn_predict_layers"] = drafts;
+    std::ofstream(scratch / "config.json") << boost::json::serialize(config);
+    return CausalModel::open(scratch);
+  };
+  EXPECT_EQ(open_with(2, 1)->tables(64).layers.size(), 2U);
+  expect_error(ErrorCode::kUnsupported, "model.layers.2.", [&] { open_with(2, 0); });
+  expect_error(ErrorCode::kUnsupported, "model.layers.2.", [&] { open_with(1, 1); });
+  std::filesystem::remove_all(scratch);
 }
 
 }  // namespace
