@@ -72,6 +72,7 @@ struct Needs {
   void heads(WeightId id) {
     const WeightDecl& w = decl(id);
     const int cols = static_cast<int>(w.cols);
+    widest_input = std::max(widest_input, w.cols);
     head_activation_bytes =
         std::max(head_activation_bytes,
                  cpu::activation_bytes(activation_kind(w.dtype, isa), tokens(), cols));
