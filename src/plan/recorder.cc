@@ -132,6 +132,7 @@ void Recorder::check(const QkvOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
   const AttentionSpec& kv = cache(op.cache);
   const std::int64_t q = width(op.q_out, Extent::kTokens);
+  expect(!kv.latent, "a cache of keys and values");
   expect_norm(op.norm, in);
   expect_matrix(op.q, q, in);
   expect_matrix(op.k, std::int64_t{kv.kv_heads} * kv.key_dim, in);

@@ -253,6 +253,12 @@ TEST(Recorder, LatentQkv) {
   no([](LatentQkvOp& op, auto& t) { op.q_out = t.q; });
 }
 
+TEST(Recorder, ALatentCacheHasNoValuesToStore) {
+  test::TinyLatent t;
+  expect_refused([&] { t.recorder.record(QkvOp{.in = t.kv, .cache = {0}, .q_out = t.q}); },
+                 {"(qkv)", "a cache of keys and values"});
+}
+
 TEST(Recorder, HeadLinear) {
   const auto no = [](const std::function<void(HeadLinearOp&, const test::TinyLatent&)>& spoil) {
     test::TinyLatent t;
