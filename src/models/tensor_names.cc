@@ -18,7 +18,11 @@ struct Names {
 };
 
 // In the order of Part.
+<<<<<<< HEAD
 constexpr std::array<Names, 74> kNames = {{
+=======
+constexpr std::array<Names, 75> kNames = {{
+>>>>>>> s6-mla
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -87,6 +91,7 @@ constexpr std::array<Names, 74> kNames = {{
     {true, "ssm.skip", "", "mamba.D"},
     {true, "ssm.norm", "", "mamba.norm.weight"},
     {true, "ssm.out_proj", "", "mamba.out_proj.weight"},
+<<<<<<< HEAD
     {false, "embed_tokens", "", ""},
     {true, "relative_bias", "", ""},
     {true, "up_proj", "", ""},
@@ -95,6 +100,17 @@ constexpr std::array<Names, 74> kNames = {{
     {true, "cross.k_proj", "", ""},
     {true, "cross.v_proj", "", ""},
     {true, "cross.o_proj", "", ""},
+=======
+    {true, "q_a_proj", "attn_q_a.weight", "self_attn.q_a_proj.weight"},
+    {true, "q_a_norm", "attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight"},
+    {true, "q_b_proj", "attn_q_b.weight", "self_attn.q_b_proj.weight"},
+    {true, "kv_a_proj", "attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"},
+    {true, "kv_a_norm", "attn_kv_a_norm.weight", "self_attn.kv_a_layernorm.weight"},
+    {true, "kv_b_proj", "attn_kv_b.weight", "self_attn.kv_b_proj.weight"},
+    {true, "k_b_proj", "attn_k_b.weight", ""},
+    {true, "v_b_proj", "attn_v_b.weight", ""},
+    {true, "router_choice_bias", "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"},
+>>>>>>> s6-mla
 }};
 
 // Of a naming of its own; "" where GGUF has none.
@@ -105,6 +121,7 @@ struct OtherName {
   std::string_view hugging_face;
 };
 
+<<<<<<< HEAD
 constexpr std::array<OtherName, 40> kOtherNames = {{
     {TensorNaming::kBamba, Part::kFinalNorm, "", "model.final_layernorm.weight"},
     {TensorNaming::kBamba, Part::kMlpNorm, "", "pre_ff_layernorm.weight"},
@@ -152,6 +169,20 @@ constexpr std::array<OtherName, 40> kOtherNames = {{
     {TensorNaming::kT5Encoder, Part::kUp, "ffn_up.weight", "layer.1.DenseReluDense.wi_1.weight"},
     {TensorNaming::kT5Encoder, Part::kPlainUp, "ffn_up.weight", "layer.1.DenseReluDense.wi.weight"},
     {TensorNaming::kT5Encoder, Part::kDown, "ffn_down.weight", "layer.1.DenseReluDense.wo.weight"},
+=======
+constexpr std::array<OtherName, 11> kOtherNames = {{
+    {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
+    {TensorNaming::kBamba, Part::kUp, "feed_forward.up_proj.weight"},
+    {TensorNaming::kBamba, Part::kDown, "feed_forward.down_proj.weight"},
+    {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
+    {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
+    {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
+    {TensorNaming::kDeepseek, Part::kSharedGate, "mlp.shared_experts.gate_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedUp, "mlp.shared_experts.up_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedDown, "mlp.shared_experts.down_proj.weight"},
+>>>>>>> s6-mla
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
@@ -197,6 +228,10 @@ std::string weight_name(Part part, std::int64_t layer, TensorNaming naming) {
   const char* stack = naming == TensorNaming::kT5Encoder ? "encoder." : "";
   return names.in_layer ? fmt::format("{}layers.{}.{}", stack, layer, names.own)
                         : fmt::format("{}{}", stack, names.own);
+}
+
+bool is_of_layer(std::string_view name, std::int64_t layer) {
+  return name.starts_with(fmt::format("model.layers.{}.", layer));
 }
 
 bool is_ignored_tensor(std::string_view name) {

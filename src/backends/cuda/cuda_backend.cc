@@ -175,6 +175,21 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
              op_name(op), state.index, dim, kMaxStateKeyDim);
       }
     }
+    if (const auto* latent = std::get_if<LatentQkvOp>(&op)) {
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: {} of layer cache {}: multi-head latent attention has no kernel",
+           op_name(op), latent->cache.index);
+    }
+    if (const auto* route = std::get_if<RouteOp>(&op)) {
+      if (route->choice_bias.valid() || route->groups.count > 1 || route->scale != 1 ||
+          route->score == RouteScore::kSigmoidOfChosen) {
+        fail(
+            ErrorCode::kUnsupported,
+            "cuda backend: {}: groups of experts, a bias that chooses, scaled weights and sigmoids "
+            "over their sum have no kernel",
+            op_name(op));
+      }
+    }
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
     const AttentionSpec& kv =

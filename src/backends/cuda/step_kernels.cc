@@ -60,6 +60,8 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.k_width = std::max(s.k_width, decl(q->k).rows);
       s.v_width = std::max(s.v_width, decl(q->v).rows);
       for (const WeightId id : {q->q, q->k, q->v}) product(id);
+    } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+      product(query->q);
     } else if (const auto* a = std::get_if<AttentionOp>(&op)) {
       const AttentionSpec& spec = tables.caches.attention[size_of(a->cache.index)];
       s.heads = std::max(s.heads, a->heads);
@@ -209,6 +211,8 @@ void StepKernels::choose_products() {
       add(i, q->q, GemmOut::kF32, q->q_bias.valid(), false);
       add(i, q->k, GemmOut::kF32, q->k_bias.valid(), false);
       add(i, q->v, GemmOut::kF32, q->v_bias.valid(), false);
+    } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+      add(i, query->q, GemmOut::kF32, query->q_bias.valid(), false);
     } else if (const auto* l = std::get_if<LinearOp>(&op)) {
       add(i, l->weight, GemmOut::kF32, l->bias.valid(), l->residual.valid());
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
@@ -453,29 +457,60 @@ std::array<StepKernels::Target, 3> StepKernels::qkv_targets(const QkvOp& op) con
            {op.v, op.v_bias, scratch<float>(layout_.v)}}};
 }
 
-HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
+template <typename Op>
+HeadsArgs StepKernels::query_args(const Op& op) const {
   HeadsArgs h;
   h.q = bound_.buffer(op.q_out);
-  h.k = scratch<float>(layout_.k);
-  h.v = scratch<float>(layout_.v);
   h.q_out = bound_.buffer(op.q_out);
   if (op.q_norm) {
     h.q_norm = bound_.vector(op.q_norm->weight);
     h.q_norm_eps = op.q_norm->eps;
   }
-  if (op.k_norm) {
-    h.k_norm = bound_.vector(op.k_norm->weight);
-    h.k_norm_eps = op.k_norm->eps;
-  }
   h.inverse_frequencies = bound_.vector(op.rope.inverse_frequencies);
   h.turned = static_cast<int>(2 * bound_.weight(op.rope.inverse_frequencies).decl->cols);
   h.style = op.rope.style;
   h.attention_factor = op.rope.attention_factor;
-  h.cache = bound_.cache(op.cache);
-  h.heads = static_cast<int>(bound_.width(op.q_out)) / h.cache.key_dim;
   h.state = bound_.state();
   h.tokens = tokens();
   return h;
+}
+
+HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
+  HeadsArgs h = query_args(op);
+  h.k = scratch<float>(layout_.k);
+  h.v = scratch<float>(layout_.v);
+  if (op.k_norm) {
+    h.k_norm = bound_.vector(op.k_norm->weight);
+    h.k_norm_eps = op.k_norm->eps;
+  }
+  h.cache = bound_.cache(op.cache);
+  h.heads = static_cast<int>(bound_.width(op.q_out)) / h.cache.key_dim;
+  return h;
+}
+
+// Heads of queries beside a cache of none.
+HeadsArgs StepKernels::heads_args(const QueryOp& op) const {
+  HeadsArgs h = query_args(op);
+  h.cache.key_dim = op.head_dim;
+  h.cache.value_dim = op.head_dim;
+  h.heads = static_cast<int>(bound_.width(op.q_out)) / op.head_dim;
+  return h;
+}
+
+void StepKernels::run(const QueryOp& op, std::size_t index, const Launch& l) const {
+  Launch next = l;
+  if (products_[index].gemm.empty()) {
+    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
+    const PackedWeight weight = packed(op.q);
+    args.part[0] = {weight, bound_.vector(op.q_bias), bound_.buffer(op.q_out), weight.rows};
+    multiply(args, tokens(), next);
+    next.dependent = l.dependent_inside;
+  } else {
+    const void* x = bf16_input(op.in, op.norm, l);
+    products_[index].gemm[0].run(bf16_weight(op.q, l), x, bound_.vector(op.q_bias), nullptr,
+                                 bound_.buffer(op.q_out), gemm_workspace(), l.stream);
+  }
+  finish_heads(heads_args(op), next);
 }
 
 AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {

@@ -101,6 +101,7 @@ class StepKernels {
   void run(const EmbedOp& op, std::size_t index, const Launch& l) const;
   void run(const NormOp& op, std::size_t index, const Launch& l) const;
   void run(const LinearOp& op, std::size_t index, const Launch& l) const;
+  void run(const QueryOp& op, std::size_t index, const Launch& l) const;
   void project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const;
   // The products of an op in the decode class.
   QkvProducts qkv_products(const QkvOp& op) const;
@@ -147,6 +148,10 @@ class StepKernels {
   void* bf16_input(BufferId in, const RmsNorm& norm, const Launch& l) const;
   const void* bf16_weight(WeightId id, const Launch& l) const;
   HeadsArgs heads_args(const QkvOp& op) const;
+  HeadsArgs heads_args(const QueryOp& op) const;
+  // What both have: queries and rope.
+  template <typename Op>
+  HeadsArgs query_args(const Op& op) const;
   void choose_products();
 
   PackedWeight packed(WeightId id) const { return packed_weight(bound_.weight(id)); }
