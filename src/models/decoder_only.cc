@@ -4,12 +4,9 @@
 #include <cstring>
 
 #include "base/check.h"
-<<<<<<< HEAD
 #include "models/decoder_blocks.h"
 #include "models/encoder.h"
-=======
 #include "models/latent_attention.h"
->>>>>>> s6-mla
 #include "models/rope.h"
 #include "models/state_layers.h"
 #include "models/table_builder.h"
@@ -169,14 +166,7 @@ AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
   return buffers;
 }
 
-<<<<<<< HEAD
 float attention_scale(const ModelConfig& config) {
-=======
-void record_attention(Recorder& r, const ModelConfig& config, const ModelTables& tables,
-                      const LayerWeights& w, bool windowed, const AttentionBuffers& buffers,
-                      BufferId x, BufferId residual, BufferId out) {
-  const auto eps = static_cast<float>(config.rms_norm_eps);
->>>>>>> s6-mla
   const double scale = config.attention_scale > 0
                            ? config.attention_scale
                            : 1.0 / std::sqrt(static_cast<double>(config.head_dim));
@@ -190,22 +180,6 @@ void record_attention(Recorder& r, const ModelConfig& config, const LayerWeights
   const auto head_norm = [eps](WeightId weight) {
     return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
   };
-<<<<<<< HEAD
-  r.record(QkvOp{.in = x,
-                 .norm = {w.attention_norm, eps},
-                 .q = w.q,
-                 .k = w.k,
-                 .v = w.v,
-                 .q_bias = w.q_bias,
-                 .k_bias = w.k_bias,
-                 .v_bias = w.v_bias,
-                 .q_norm = head_norm(w.q_norm),
-                 .k_norm = head_norm(w.k_norm),
-                 .rope = places.rope,
-                 .cache = cache,
-                 .q_out = buffers.q});
-=======
-  const Rope& rope = windowed ? tables.window_rope : tables.rope;
   if (w.k.valid()) {
     r.record(QkvOp{.in = x,
                    .norm = {w.attention_norm, eps},
@@ -217,8 +191,8 @@ void record_attention(Recorder& r, const ModelConfig& config, const LayerWeights
                    .v_bias = w.v_bias,
                    .q_norm = head_norm(w.q_norm),
                    .k_norm = head_norm(w.k_norm),
-                   .rope = rope,
-                   .cache = w.cache,
+                   .rope = places.rope,
+                   .cache = cache,
                    .q_out = buffers.q});
   } else {
     r.record(QueryOp{.in = x,
@@ -226,13 +200,12 @@ void record_attention(Recorder& r, const ModelConfig& config, const LayerWeights
                      .q = w.q,
                      .q_bias = w.q_bias,
                      .q_norm = head_norm(w.q_norm),
-                     .rope = rope,
+                     .rope = places.rope,
                      .head_dim = static_cast<std::int32_t>(config.head_dim),
                      .q_out = buffers.q});
   }
->>>>>>> s6-mla
   r.record(AttentionOp{.q = buffers.q,
-                       .cache = w.cache,
+                       .cache = cache,
                        .heads = static_cast<std::int32_t>(config.num_attention_heads),
                        .scale = attention_scale(config),
                        .sinks = w.sinks,
@@ -371,14 +344,8 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
                       .value_dim = static_cast<int>(config.head_dim)};
   for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     table.set_layer(layer);
-<<<<<<< HEAD
-    tables.layers.push_back(declare_layer(table, config, layer));
-    if (config.encoder.num_layers > 0) {
-      declare_cross_attention(table, config, tables.layers.back());
-    }
-=======
     LayerWeights& w = tables.layers.emplace_back(declare_layer(table, config, layer));
->>>>>>> s6-mla
+    if (config.encoder.num_layers > 0) declare_cross_attention(table, config, w);
     const std::int64_t window =
         config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
     // One that no row outgrows is full attention.
@@ -432,16 +399,12 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
       r.record(
           LinearOp{.in = latents.attended, .weight = w.o, .residual = residual, .out = target});
     } else {
-<<<<<<< HEAD
       const TokenPlaces places{windowed ? tables.window_rope : tables.rope, tables.bias};
-      record_attention(r, config, w, places, CacheId{next_cache++}, attention, x, residual, target);
+      record_attention(r, config, w, places, w.cache, attention, x, residual, target);
     }
     if (w.cross_q.valid()) {
       record_cross_attention(r, config, w, CacheId{tables.encoder.first_cross.index + layer},
                              attention, x);
-=======
-      record_attention(r, config, tables, w, windowed, attention, x, residual, target);
->>>>>>> s6-mla
     }
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_attention_norm, eps}, .residual = x, .out = x});

@@ -18,11 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-<<<<<<< HEAD
-constexpr std::array<Names, 74> kNames = {{
-=======
-constexpr std::array<Names, 75> kNames = {{
->>>>>>> s6-mla
+constexpr std::array<Names, 83> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -91,7 +87,6 @@ constexpr std::array<Names, 75> kNames = {{
     {true, "ssm.skip", "", "mamba.D"},
     {true, "ssm.norm", "", "mamba.norm.weight"},
     {true, "ssm.out_proj", "", "mamba.out_proj.weight"},
-<<<<<<< HEAD
     {false, "embed_tokens", "", ""},
     {true, "relative_bias", "", ""},
     {true, "up_proj", "", ""},
@@ -100,7 +95,6 @@ constexpr std::array<Names, 75> kNames = {{
     {true, "cross.k_proj", "", ""},
     {true, "cross.v_proj", "", ""},
     {true, "cross.o_proj", "", ""},
-=======
     {true, "q_a_proj", "attn_q_a.weight", "self_attn.q_a_proj.weight"},
     {true, "q_a_norm", "attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight"},
     {true, "q_b_proj", "attn_q_b.weight", "self_attn.q_b_proj.weight"},
@@ -110,7 +104,6 @@ constexpr std::array<Names, 75> kNames = {{
     {true, "k_b_proj", "attn_k_b.weight", ""},
     {true, "v_b_proj", "attn_v_b.weight", ""},
     {true, "router_choice_bias", "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"},
->>>>>>> s6-mla
 }};
 
 // Of a naming of its own; "" where GGUF has none.
@@ -121,8 +114,7 @@ struct OtherName {
   std::string_view hugging_face;
 };
 
-<<<<<<< HEAD
-constexpr std::array<OtherName, 40> kOtherNames = {{
+constexpr std::array<OtherName, 43> kOtherNames = {{
     {TensorNaming::kBamba, Part::kFinalNorm, "", "model.final_layernorm.weight"},
     {TensorNaming::kBamba, Part::kMlpNorm, "", "pre_ff_layernorm.weight"},
     {TensorNaming::kBamba, Part::kGate, "", "feed_forward.gate_proj.weight"},
@@ -131,6 +123,12 @@ constexpr std::array<OtherName, 40> kOtherNames = {{
     {TensorNaming::kBamba, Part::kGateBias, "", "feed_forward.gate_proj.bias"},
     {TensorNaming::kBamba, Part::kUpBias, "", "feed_forward.up_proj.bias"},
     {TensorNaming::kBamba, Part::kDownBias, "", "feed_forward.down_proj.bias"},
+    {TensorNaming::kDeepseek, Part::kSharedGate, "ffn_gate_shexp.weight",
+     "mlp.shared_experts.gate_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedUp, "ffn_up_shexp.weight",
+     "mlp.shared_experts.up_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedDown, "ffn_down_shexp.weight",
+     "mlp.shared_experts.down_proj.weight"},
     {TensorNaming::kT5, Part::kEmbedding, "token_embd.weight", "decoder.embed_tokens.weight"},
     {TensorNaming::kT5, Part::kSharedEmbedding, "", "shared.weight"},
     {TensorNaming::kT5, Part::kFinalNorm, "dec.output_norm.weight",
@@ -169,20 +167,6 @@ constexpr std::array<OtherName, 40> kOtherNames = {{
     {TensorNaming::kT5Encoder, Part::kUp, "ffn_up.weight", "layer.1.DenseReluDense.wi_1.weight"},
     {TensorNaming::kT5Encoder, Part::kPlainUp, "ffn_up.weight", "layer.1.DenseReluDense.wi.weight"},
     {TensorNaming::kT5Encoder, Part::kDown, "ffn_down.weight", "layer.1.DenseReluDense.wo.weight"},
-=======
-constexpr std::array<OtherName, 11> kOtherNames = {{
-    {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
-    {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
-    {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
-    {TensorNaming::kBamba, Part::kUp, "feed_forward.up_proj.weight"},
-    {TensorNaming::kBamba, Part::kDown, "feed_forward.down_proj.weight"},
-    {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
-    {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
-    {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
-    {TensorNaming::kDeepseek, Part::kSharedGate, "mlp.shared_experts.gate_proj.weight"},
-    {TensorNaming::kDeepseek, Part::kSharedUp, "mlp.shared_experts.up_proj.weight"},
-    {TensorNaming::kDeepseek, Part::kSharedDown, "mlp.shared_experts.down_proj.weight"},
->>>>>>> s6-mla
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }

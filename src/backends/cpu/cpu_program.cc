@@ -14,7 +14,6 @@
 namespace pianola::cpu {
 namespace {
 
-<<<<<<< HEAD
 // The bucket of every offset up to the distance from which on there is one.
 std::vector<std::int32_t> bucket_table(const RelativeBias& bias) {
   std::vector<std::int32_t> buckets;
@@ -22,14 +21,14 @@ std::vector<std::int32_t> bucket_table(const RelativeBias& bias) {
     buckets.push_back(relative_bucket(bias, offset));
   }
   return buckets;
-=======
+}
+
 // What the op turns heads by; null when it does not.
 const Rope* rope_of(const Op& op) {
   if (const auto* qkv = std::get_if<QkvOp>(&op)) return &qkv->rope;
   if (const auto* query = std::get_if<QueryOp>(&op)) return &query->rope;
   if (const auto* latent = std::get_if<LatentQkvOp>(&op)) return &latent->rope;
   return nullptr;
->>>>>>> s6-mla
 }
 
 }  // namespace
@@ -52,16 +51,11 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
     has_inputs_ = has_inputs_ || cache.holds != CacheHolds::kTokens;
   }
   for (const Op& op : plan.ops) {
-<<<<<<< HEAD
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (attention && attention->bias) buckets_[attention] = bucket_table(*attention->bias);
-    const auto* qkv = std::get_if<QkvOp>(&op);
-    if (!qkv || !qkv->rope.turns()) continue;
-    if (rope_index(qkv->rope) == static_cast<int>(ropes_.size())) ropes_.push_back(&qkv->rope);
-=======
     const Rope* rope = rope_of(op);
-    if (rope && rope_index(*rope) == static_cast<int>(ropes_.size())) ropes_.push_back(rope);
->>>>>>> s6-mla
+    if (!rope || !rope->turns()) continue;
+    if (rope_index(*rope) == static_cast<int>(ropes_.size())) ropes_.push_back(rope);
   }
 }
 
@@ -365,9 +359,12 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
     const KvCache cache = kv_cache(op.cache);
     const std::ptrdiff_t stride = std::ptrdiff_t{cache.kv_heads} * cache.head_dim;
     const int kv_width = static_cast<int>(stride);
+    const Heads q = op.q.valid()
+                        ? Heads{bound_.buffer(op.q_out), static_cast<int>(bound_.width(op.q_out)),
+                                op.q_bias, op.q_norm, true}
+                        : Heads{};
     const std::array<Heads, 3> heads = {
-        {{bound_.buffer(op.q_out), static_cast<int>(bound_.width(op.q_out)), op.q_bias, op.q_norm,
-          true},
+        {q,
          {scratch<float>(layout_.keys), kv_width, op.k_bias, op.k_norm, true},
          {scratch<float>(layout_.values), kv_width, op.v_bias, std::nullopt, false}}};
     finish_heads(heads, op.rope, cache.head_dim, range);
@@ -384,36 +381,6 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
   pool_.barrier();
 }
 
-<<<<<<< HEAD
-void CpuProgram::finish_heads(const QkvOp& op, Range range) {
-  const LayerCacheView& cache = bound_.cache(op.cache);
-  const int dim = cache.key_dim;
-  const bool turns = op.rope.turns();
-  const int half =
-      turns ? static_cast<int>(bound_.weight(op.rope.inverse_frequencies).decl->cols) : 0;
-  struct Part {
-    float* x;
-    int width;
-    const float* bias;
-    const std::optional<RmsNorm>* norm;
-    bool rotate;
-  };
-  const bool has_q = op.q.valid();
-  const int q_width = has_q ? static_cast<int>(bound_.width(op.q_out)) : 0;
-  const int kv_width = cache.kv_heads * dim;
-  const std::optional<RmsNorm> no_norm;
-  const std::array<Part, 3> parts = {
-      {{has_q ? bound_.buffer(op.q_out) : nullptr, q_width, bound_.vector(op.q_bias), &op.q_norm,
-        turns},
-       {scratch<float>(layout_.keys), kv_width, bound_.vector(op.k_bias), &op.k_norm, turns},
-       {scratch<float>(layout_.values), kv_width, bound_.vector(op.v_bias), &no_norm, false}}};
-  const auto rotate = op.rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
-  const float* table = turns ? rope_rows(op.rope) : nullptr;
-  for (int t = range.begin; t < range.end; ++t) {
-    const float* cosines = table + std::int64_t{t} * 2 * half;
-    for (const Part& part : parts) {
-      if (part.width == 0) continue;
-=======
 void CpuProgram::execute(const QueryOp& op, Worker w) {
   const std::int64_t cols = bound_.width(op.in);
   const float* in = bound_.buffer(op.in);
@@ -429,13 +396,14 @@ void CpuProgram::execute(const QueryOp& op, Worker w) {
 
 void CpuProgram::finish_heads(std::span<const Heads> parts, const Rope& rope, int dim,
                               Range range) {
-  const int half = static_cast<int>(bound_.weight(rope.inverse_frequencies).decl->cols);
+  const bool turns = rope.turns();
+  const int half = turns ? static_cast<int>(bound_.weight(rope.inverse_frequencies).decl->cols) : 0;
   const auto rotate = rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
-  const float* table = rope_rows(rope);
+  const float* table = turns ? rope_rows(rope) : nullptr;
   for (int t = range.begin; t < range.end; ++t) {
     const float* cosines = table + std::int64_t{t} * 2 * half;
     for (const Heads& part : parts) {
->>>>>>> s6-mla
+      if (part.width == 0) continue;
       float* x = part.x + std::int64_t{t} * part.width;
       if (part.bias.valid()) f_.add(bound_.vector(part.bias), part.width, x);
       if (part.norm) {
@@ -443,7 +411,7 @@ void CpuProgram::finish_heads(std::span<const Heads> parts, const Rope& rope, in
           f_.rms_norm(head, bound_.vector(part.norm->weight), part.norm->eps, dim, head);
         }
       }
-      if (part.rotate) rotate(cosines, cosines + half, half, part.width / dim, dim, x);
+      if (part.rotate && turns) rotate(cosines, cosines + half, half, part.width / dim, dim, x);
     }
   }
 }
