@@ -78,9 +78,20 @@ std::size_t peak_resident_bytes() {
 // that a token chooses.
 std::size_t weight_bytes_per_token(const CausalModel& model, int max_seq_len) {
   const ModelTables tables = model.tables(max_seq_len);
+  // What an encoder reads, and the keys and values of its output, are read once an input.
+  std::vector<bool> skipped(tables.weights.size());
+  for (const LayerWeights& w : tables.layers) {
+    for (const WeightId id : {w.cross_k, w.cross_v}) {
+      if (id.valid()) skipped[static_cast<std::size_t>(id.index)] = true;
+    }
+  }
+  const std::size_t count = tables.encoder.first_weight.valid()
+                                ? static_cast<std::size_t>(tables.encoder.first_weight.index)
+                                : tables.weights.size();
   std::size_t bytes = 0;
-  for (const WeightDecl& weight : tables.weights) {
-    if (weight.role == WeightRole::kEmbedding) continue;
+  for (std::size_t i = 0; i < count; ++i) {
+    const WeightDecl& weight = tables.weights[i];
+    if (weight.role == WeightRole::kEmbedding || skipped[i]) continue;
     const std::size_t chosen =
         weight.experts == 1
             ? weight.source_bytes()
@@ -255,9 +266,10 @@ int run(BenchOptions options) {
   Report report{loaded.model, loaded.engine};
   report.load_seconds = loaded.seconds;
   report.weight_bytes = weight_bytes_per_token(*loaded.model.causal(), engine.max_seq_len());
-  report.cache_bytes_per_token = engine.memory().cache_per_slot /
-                                 static_cast<std::size_t>((engine.max_seq_len() + kCacheBlock - 1) /
-                                                          kCacheBlock * kCacheBlock);
+  report.cache_bytes_per_token =
+      (engine.memory().cache_per_slot - engine.memory().cache_per_input) /
+      static_cast<std::size_t>((engine.max_seq_len() + kCacheBlock - 1) / kCacheBlock *
+                               kCacheBlock);
   measure(options, tests, report, engine);
   const std::string format = options.json ? "json" : options.format;
   if (format == "json") {

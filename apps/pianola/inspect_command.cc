@@ -148,6 +148,10 @@ boost::json::object config_json(const CausalModel& model) {
     o["moe_intermediate_size"] = c.experts.moe_intermediate_size;
   }
   o["num_hidden_layers"] = c.num_hidden_layers;
+  if (c.encoder.num_layers > 0) {
+    o["num_encoder_layers"] = c.encoder.num_layers;
+    o["decoder_start_token_id"] = c.encoder.decoder_start_token_id;
+  }
   o["num_attention_heads"] = c.num_attention_heads;
   o["num_key_value_heads"] = c.num_key_value_heads;
   o["head_dim"] = c.head_dim;
@@ -156,8 +160,13 @@ boost::json::object config_json(const CausalModel& model) {
   o["qkv_bias"] = c.qkv_bias;
   o["qk_norm"] = c.qk_norm;
   o["tie_word_embeddings"] = c.tie_word_embeddings;
-  o["rope"] = rope_kind_name(c.rope.kind);
-  o["rope_theta"] = c.rope.theta;
+  if (c.relative_bias.num_buckets > 0) {
+    o["relative_attention_num_buckets"] = c.relative_bias.num_buckets;
+    o["relative_attention_max_distance"] = c.relative_bias.max_distance;
+  } else {
+    o["rope"] = rope_kind_name(c.rope.kind);
+    o["rope_theta"] = c.rope.theta;
+  }
   if (c.rope.kind != RopeKind::kDefault) o["rope_factor"] = c.rope.factor;
   if (const auto window = c.smallest_window()) o["sliding_window"] = *window;
   o["eos_token_ids"] = boost::json::value_from(c.eos_token_ids);

@@ -30,6 +30,7 @@ constexpr std::array<int, kRows> kQuarters = {4, 3, 2};
 // Parameters times tokens: some ten seconds of the reference, which then sees what its time allows.
 constexpr double kReferenceWork = 6e9;
 constexpr std::size_t kLeastCompared = 8;  // tokens of an answer
+constexpr int kInputTokens = 100;          // of an encoder
 constexpr int kDecodeTokens = 64;          // the most in one step of the decode class
 
 constexpr const char* kTexts[kRows] = {
@@ -76,6 +77,10 @@ class Checker {
       : model_(model), options_(options), settings_(settings) {
     prompts_ = make_prompts(model, settings.seed);
     EngineOptions& e = options_.engine;
+    if (model.causal()->config().encoder.num_layers > 0) {
+      input_ = draw_tokens(settings.seed + kRows, e.max_input_len ? e.max_input_len : kInputTokens,
+                           model.causal()->config().vocab_size);
+    }
     const auto prompt = static_cast<int>(prompts_[0].size());
     const int longest = e.max_seq_len
                             ? e.max_seq_len
@@ -90,7 +95,7 @@ class Checker {
     }
     e.max_seq_len = prompt + tokens_;
     e.slots = kSlots;
-    e.score = true;
+    e.score = input_.empty();
     report_.prompt_tokens = prompt;
     report_.prompt = model.has_tokenizer() ? "a text" : fmt::format("seed {}", settings.seed);
   }
@@ -111,6 +116,12 @@ class Checker {
   static std::span<const TokenEvent> poisoned_step(Engine& engine) {
     EngineAudit::poison(engine);
     return engine.step();
+  }
+
+  // Queues tokens; behind an encoder, which reads a prompt of its own first.
+  void begin(Engine& engine, int row, std::span<const TokenId> tokens) const {
+    if (!input_.empty()) engine.encode(row, input_);
+    engine.append(row, tokens);
   }
 
   void add(ModelCheck check) { report_.checks.push_back(std::move(check)); }
@@ -144,7 +155,7 @@ class Checker {
       const int slot = engine.open_row(row_options(i));
       row_of_slot[static_cast<std::size_t>(slot)] = i;
       slots.push_back(slot);
-      engine.append(slot, prompts_[static_cast<std::size_t>(i)]);
+      begin(engine, slot, prompts_[static_cast<std::size_t>(i)]);
     }
     while (engine.has_work()) {
       throw_if_interrupted();
@@ -231,7 +242,7 @@ class Checker {
     const std::size_t prompt = prompts_[0].size();
     const std::vector<TokenId> all = sequence(0);
     const int row = engine.open_row(row_options(0));
-    engine.append(row, prompts_[0]);
+    begin(engine, row, prompts_[0]);
     while (engine.status(row) == RowStatus::kRunning) engine.step();
     // Going back comes first: a prompt computed in chunks leaves caches of other bits on a GPU.
     std::vector<std::size_t> places;
@@ -275,6 +286,9 @@ class Checker {
   }
 
   void check_scores(Engine& engine) {
+    if (!input_.empty()) {
+      return add(skipped("score() = what the steps said", "it has no input for an encoder"));
+    }
     const std::vector<float> scores = engine.score(sequence(0));
     const auto answer = std::span(scores).subspan(prompts_[0].size() - 1);
     add(compare_within("score() = what the steps said", answer, stepped_[0].logprobs,
@@ -298,7 +312,7 @@ class Checker {
   // What the heap holds before and after a decode, with nothing else in between.
   void check_heap(Engine& engine) {
     const int row = engine.open_row(row_options(0));
-    engine.append(row, prompts_[0]);
+    begin(engine, row, prompts_[0]);
     engine.step();
     if (engine.has_work()) engine.step();
     const std::size_t before = mallinfo2().uordblks;
@@ -319,7 +333,7 @@ class Checker {
     if (e.backend != "cuda") return add(skipped(name, "of the cuda backend"));
     if (e.eager) return add(skipped(name, "--eager: the host launches op by op"));
     const int row = engine.open_row(row_options(0));
-    engine.append(row, prompts_[0]);
+    begin(engine, row, prompts_[0]);
     engine.step();
     const EngineCounters before = engine.counters();
     while (engine.has_work()) engine.run(1 << 20);
@@ -374,6 +388,7 @@ class Checker {
     const std::string& own = options_.engine.backend;
     if (!usable_) return;
     if (settings_.against == "none") return add(skipped(name, "--against none"));
+    if (!input_.empty()) return add(skipped(name, "score() has no input for an encoder"));
     std::string other = settings_.against;
     std::size_t budget = std::numeric_limits<std::size_t>::max();  // tokens
     if (other == "auto") {
@@ -436,6 +451,7 @@ class Checker {
   ModelOptions options_;
   CheckSettings settings_;
   std::array<std::vector<TokenId>, kRows> prompts_;
+  std::vector<TokenId> input_;  // of an encoder; empty: there is none
   int tokens_ = 0;
   Traces stepped_;  // what everything else is compared with
   bool usable_ = true;

@@ -43,6 +43,10 @@ void add_engine_options(Command command, ModelOptions& options) {
   add("-c,--ctx", engine.max_seq_len,
       "Tokens that a sequence can hold. Default: the least of the model's own, 8192 and what fits",
       "PIANOLA_CTX", "TOKENS");
+  add("--max-input", engine.max_input_len,
+      "Tokens of an encoder's input, where the model has one. Default: the least of its own and "
+      "8192",
+      "PIANOLA_MAX_INPUT", "TOKENS");
   add("-t,--threads", engine.threads, "Threads. Default: one for each usable processor",
       "PIANOLA_THREADS", "N");
   add("--backend,--device", engine.backend,

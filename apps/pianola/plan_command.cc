@@ -62,6 +62,10 @@ boost::json::object to_json(const Model& model, const MemoryPlan& plan, int long
   object["weights"] = plan.weights;
   object["mapped"] = plan.mapped;
   object["cache_per_slot"] = plan.cache_per_slot;
+  if (plan.max_input_len > 0) {
+    object["max_input_len"] = plan.max_input_len;
+    object["cache_per_input"] = plan.cache_per_input;
+  }
   object["cache"] = plan.cache;
   object["state"] = plan.state;
   object["workspace"] = plan.workspace;

@@ -45,6 +45,7 @@ struct EngineOptions {
   std::string isa;                 // CPU instruction set; "": the best this machine has
   int max_seq_len = 0;             // 0: the least of the model's own, 8,192 and what fits
   int slots = 1;                   // rows at a time
+  int max_input_len = 0;           // of an encoder: 0: the least of the model's own and 8,192
   int chunk = 512;                 // most prompt tokens in one step
   std::string cache_type = "f16";  // f16, bf16, f32, int8 or fp8 (e4m3)
   int rollback_depth = 16;         // last tokens of a row that can be taken back at any time
@@ -72,10 +73,12 @@ struct EngineOptions {
 struct MemoryPlan {
   std::string backend;
   int max_seq_len = 0;
+  int max_input_len = 0;  // of an encoder, whose inputs are part of `cache`; 0: there is none
   int slots = 0;
   std::size_t weights = 0;  // repacked copies
   std::size_t mapped = 0;   // used in place in the mapped file
   std::size_t cache_per_slot = 0;
+  std::size_t cache_per_input = 0;  // of cache_per_slot
   std::size_t cache = 0;
   std::size_t state = 0;
   std::size_t workspace = 0;  // activations and scratch
@@ -133,6 +136,7 @@ class Engine {
   const MemoryPlan& memory() const;
   const CausalModel& model() const;
   int max_seq_len() const;
+  int max_input_len() const;  // 0: the model has no encoder
   int slots() const;
   int chunk() const;
   int vocab_size() const;
@@ -146,6 +150,18 @@ class Engine {
   // New sampling parameters, limit and stop tokens for a row that keeps its tokens: the next turn
   // of a conversation.
   void configure_row(int row, const RowOptions& options);
+
+  // Of a model with an encoder: reads an input for an empty row, at once, in place of the one that
+  // the row had. What follows is decoded against it: begin with the model's start token
+  // (decoder_start_token()). The row keeps its input when it moves back; forks share it; reset()
+  // and close_row() give it up. Throws ContextOverflow when it is longer than max_input_len(), and
+  // InvalidArgument for no input, an id outside the vocabulary, a row that holds tokens, or a model
+  // that has no encoder; then nothing has changed.
+  void encode(int row, std::span<const std::int32_t> input);
+  // Tokens of the row's input; 0: it has none, and nothing can be appended.
+  int input_length(int row) const;
+  // What an answer begins with behind an encoder; -1 where there is none.
+  std::int32_t decoder_start_token() const;
 
   // Queues tokens behind the row's history and sets the row running. With no tokens, a row that has
   // computed all it knows computes its last token again, to go on from there. Throws
@@ -170,7 +186,7 @@ class Engine {
   // The most tokens, at most n, that keep_first() can keep: n itself within max_rewind(); beyond
   // it, those of a checkpoint, or 0.
   int keepable(int row, int n) const;
-  // Empty, and as good as new.
+  // Empty, without an input, and as good as new.
   void reset(int row);
 
   // Takes back the last counts[row] tokens that each row has in its caches, counts of all slots,
@@ -221,7 +237,8 @@ class Engine {
   bool has_work() const;
 
   // Log-probabilities of tokens[1..] given what precedes each, computed from an empty row in
-  // chunks; `progress` (tokens done) may be empty. Needs EngineOptions::score and a free row.
+  // chunks; `progress` (tokens done) may be empty. Needs EngineOptions::score and a free row; a
+  // model with an encoder has no input here, and is InvalidArgument.
   std::vector<float> score(std::span<const std::int32_t> tokens,
                            const std::function<void(std::size_t)>& progress = {});
   // Logits [chunk.size(), vocab] of the next tokens of a row, which are appended and computed at

@@ -35,7 +35,7 @@ enum class FinishReason {
 const char* finish_reason_name(FinishReason reason);
 
 struct GenerationRequest {
-  std::vector<TokenId> prompt;
+  std::vector<TokenId> prompt;  // of a model with an encoder: its input
   SamplingParams sampling;
   int max_tokens = -1;               // -1: to the end of the slot; 0: compute the prompt only
   std::vector<std::string> stop;     // at most 16 strings of 1 to 256 bytes

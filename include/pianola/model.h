@@ -45,7 +45,8 @@ struct ModelInfo {
 class Model {
  public:
   // A .gguf file, a .safetensors file or a folder with config.json. Throws NotFound, InvalidModel
-  // or Unsupported. A file without a tokenizer opens; tokenizer() then throws Unsupported.
+  // or Unsupported. A file without a tokenizer opens, and one with an encoder whose tokenizer is of
+  // an unknown kind; tokenizer() then throws Unsupported.
   static Model open(const std::string& path);
 
   const std::shared_ptr<const CausalModel>& causal() const;

@@ -37,6 +37,7 @@ class RowSnapshot {
     std::int32_t written = 0;
     std::int32_t folded = 0;
     std::int32_t floor = 0;
+    std::int32_t input = 0;  // tokens of an encoder's input, whose caches are in the data too
   };
   Header header_;
   std::vector<std::int32_t> history_;

@@ -25,11 +25,21 @@ inline constexpr int kCacheBlock = 64;
 // length moves; or, with a window, over the last `window` ones, the token's own among them. Then
 // the cache is a ring that holds a few more positions than the window, and position p lies where
 // p % capacity does.
+//
+// What an encoder has made of an input is a cache too: decoding reads all of it and adds nothing,
+// so that rollback needs nothing, and rows that go on from one input share its slot.
+enum class CacheHolds : std::uint8_t {
+  kTokens,  // of a row, in the row's slot
+  kInput,   // keys and values of an encoder's output: a slot an input
+  kStep,    // of the encoder's step at hand, where its layers take turns: a slot a lane, in f32
+};
+
 struct AttentionSpec {
   int kv_heads = 0;
   int key_dim = 0;
   int value_dim = 0;
   int window = 0;  // 0: no window
+  CacheHolds holds = CacheHolds::kTokens;
 };
 
 // Inputs that an output of a short convolution may read.
@@ -88,7 +98,16 @@ enum class StateRollback : std::uint8_t {
 struct CacheShape {
   DType dtype = DType::kF16;
   int slots = 1;
-  int capacity = 0;  // tokens a slot can hold, a multiple of kCacheBlock
+  int capacity = 0;        // tokens a slot can hold, a multiple of kCacheBlock
+  int input_capacity = 0;  // the same of an input
+
+  DType type_of(const AttentionSpec& spec) const {
+    return spec.holds == CacheHolds::kStep ? DType::kF32 : dtype;
+  }
+  // Positions in a slot of a layer without a window.
+  int positions(const AttentionSpec& spec) const {
+    return spec.holds == CacheHolds::kTokens ? capacity : input_capacity;
+  }
 };
 
 // One layer's buffers at their final addresses.
@@ -97,8 +116,9 @@ struct LayerCacheView {
   int kv_heads = 0;
   int key_dim = 0;
   int value_dim = 0;
-  int capacity = 0;                // positions a slot holds, a multiple of kCacheBlock
-  int window = 0;                  // 0: no window, and every position is below capacity
+  int capacity = 0;  // positions a slot holds, a multiple of kCacheBlock
+  int window = 0;    // 0: no window, and every position is below capacity
+  CacheHolds holds = CacheHolds::kTokens;
   std::size_t key_slot_bytes = 0;  // stride from slot to slot, scales included
   std::size_t value_slot_bytes = 0;
   std::byte* keys = nullptr;    // [slots, capacity / 64, kv_heads, 64, key_dim]

@@ -57,15 +57,27 @@ CacheLayout::CacheLayout(const CacheSpecs& layers, const CacheOptions& options)
     fail(ErrorCode::kInvalidArgument, "cache: checkpoints must be 0 to 1024, found {}",
          options.checkpoints);
   }
+  if (options.max_input_len < 0 || options.max_input_len > (1 << 24)) {
+    fail(ErrorCode::kInvalidArgument, "cache: max_input_len must be 0 to {}, found {}", 1 << 24,
+         options.max_input_len);
+  }
   if (!is_cache_type(options.dtype)) {
     fail(ErrorCode::kUnsupported, "cache: element type {}, expected {}", dtype_name(options.dtype),
          cache_type_names());
   }
   capacity_ = whole_blocks(options.max_seq_len);
+  input_capacity_ = whole_blocks(options.max_input_len);
+}
+
+int CacheLayout::slots(int layer) const {
+  const CacheHolds holds = layers_[static_cast<std::size_t>(layer)].holds;
+  return holds == CacheHolds::kStep ? 1 : options_.slots;
 }
 
 int CacheLayout::capacity(int layer) const {
-  const int window = layers_[static_cast<std::size_t>(layer)].window;
+  const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  if (spec.holds != CacheHolds::kTokens) return input_capacity_;
+  const int window = spec.window;
   if (window == 0 || window >= capacity_) return capacity_;
   return std::min(capacity_,
                   whole_blocks(window + std::max(options_.rollback_depth, options_.chunk - 1)));
@@ -74,9 +86,10 @@ int CacheLayout::capacity(int layer) const {
 int CacheLayout::least_kept_by_windows(int written) const {
   int least = 0;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
     const int evicted = written - capacity(layer);  // positions below are gone
-    if (evicted > 0) {
-      least = std::max(least, evicted + layers_[static_cast<std::size_t>(layer)].window - 1);
+    if (spec.holds == CacheHolds::kTokens && evicted > 0) {
+      least = std::max(least, evicted + spec.window - 1);
     }
   }
   return least;
@@ -90,7 +103,8 @@ int CacheLayout::least_kept_by_states(int written) const {
 
 bool CacheLayout::has_rings() const {
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
-    if (capacity(layer) < capacity_) return true;
+    const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
+    if (spec.holds == CacheHolds::kTokens && capacity(layer) < capacity_) return true;
   }
   return false;
 }
@@ -123,17 +137,18 @@ StateView CacheLayout::state_shape(int layer) const {
 
 std::size_t CacheLayout::key_bytes(int layer) const {
   const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return cache_slot_bytes(options_.dtype, capacity(layer), spec.kv_heads, spec.key_dim);
+  return cache_slot_bytes(shape().type_of(spec), capacity(layer), spec.kv_heads, spec.key_dim);
 }
 
 std::size_t CacheLayout::value_bytes(int layer) const {
   const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
-  return cache_slot_bytes(options_.dtype, capacity(layer), spec.kv_heads, spec.value_dim);
+  return cache_slot_bytes(shape().type_of(spec), capacity(layer), spec.kv_heads, spec.value_dim);
 }
 
 std::size_t CacheLayout::bytes_per_slot() const {
   std::size_t bytes = 0;
   for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    if (layers_[static_cast<std::size_t>(layer)].holds == CacheHolds::kStep) continue;
     bytes += key_bytes(layer) + value_bytes(layer);
   }
   for (int layer = 0; layer < static_cast<int>(states_.size()); ++layer) {
@@ -142,16 +157,31 @@ std::size_t CacheLayout::bytes_per_slot() const {
   return bytes;
 }
 
+std::size_t CacheLayout::bytes_per_input() const {
+  std::size_t bytes = 0;
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    if (layers_[static_cast<std::size_t>(layer)].holds != CacheHolds::kInput) continue;
+    bytes += key_bytes(layer) + value_bytes(layer);
+  }
+  return bytes;
+}
+
 std::size_t CacheLayout::total_bytes() const {
-  return bytes_per_slot() * static_cast<std::size_t>(options_.slots);
+  std::size_t bytes = bytes_per_slot() * static_cast<std::size_t>(options_.slots);
+  for (int layer = 0; layer < static_cast<int>(layers_.size()); ++layer) {
+    if (layers_[static_cast<std::size_t>(layer)].holds != CacheHolds::kStep) continue;
+    bytes += key_bytes(layer) + value_bytes(layer);
+  }
+  return bytes;
 }
 
 StaticCache::StaticCache(const CacheLayout& layout, Arena& arena)
     : layout_(layout), arena_(&arena) {
   const auto slots = static_cast<std::size_t>(layout.options().slots);
   for (int layer = 0; layer < static_cast<int>(layout.layers().size()); ++layer) {
-    const std::size_t keys = arena.reserve(layout.key_bytes(layer) * slots);
-    const std::size_t values = arena.reserve(layout.value_bytes(layer) * slots);
+    const auto own = static_cast<std::size_t>(layout.slots(layer));
+    const std::size_t keys = arena.reserve(layout.key_bytes(layer) * own);
+    const std::size_t values = arena.reserve(layout.value_bytes(layer) * own);
     regions_.push_back({keys, values});
   }
   for (int layer = 0; layer < static_cast<int>(layout.states().size()); ++layer) {
@@ -174,6 +204,12 @@ std::size_t StaticCache::first_token_bytes(std::size_t page) const {
   for (int layer = 0; layer < static_cast<int>(regions_.size()); ++layer) {
     const AttentionSpec& spec = layout_.layers()[static_cast<std::size_t>(layer)];
     const Region& region = regions_[static_cast<std::size_t>(layer)];
+    if (spec.holds != CacheHolds::kTokens) {
+      const auto own = static_cast<std::size_t>(layout_.slots(layer));
+      add(region.keys, layout_.key_bytes(layer) * own);
+      add(region.values, layout_.value_bytes(layer) * own);
+      continue;
+    }
     const auto add_block = [&](std::size_t offset, int dim) {
       add(offset, cache_element_bytes(dtype, kCacheBlock, spec.kv_heads, dim));
       if (!has_scales(dtype)) return;
@@ -208,12 +244,13 @@ StateView StaticCache::state(int index) const {
 LayerCacheView StaticCache::layer(int index) const {
   const AttentionSpec& spec = layout_.layers()[static_cast<std::size_t>(index)];
   const Region& region = regions_[static_cast<std::size_t>(index)];
-  return {.dtype = layout_.options().dtype,
+  return {.dtype = layout_.shape().type_of(spec),
           .kv_heads = spec.kv_heads,
           .key_dim = spec.key_dim,
           .value_dim = spec.value_dim,
           .capacity = layout_.capacity(index),
           .window = spec.window,
+          .holds = spec.holds,
           .key_slot_bytes = layout_.key_bytes(index),
           .value_slot_bytes = layout_.value_bytes(index),
           .keys = arena_->address(region.keys),

@@ -22,7 +22,8 @@ struct CacheOptions {
   int chunk = 1;           // most tokens of a row in one step
   DType dtype = DType::kF16;
   StateRollback state_rollback = StateRollback::kCompact;
-  int checkpoints = 0;  // of state layers, a slot: lengths of long ago that it can go back to
+  int checkpoints = 0;    // of state layers, a slot: lengths of long ago that it can go back to
+  int max_input_len = 0;  // tokens of the longest input of an encoder; 0: there is none
 };
 
 // Sizes of every layer's buffers for given options. Throws InvalidArgument for options out of range
@@ -49,12 +50,15 @@ class CacheLayout {
   int most_ahead() const;
   // Checkpoints are of multiples of this many tokens.
   int checkpoint_interval() const;
-  CacheShape shape() const { return {options_.dtype, options_.slots, capacity_}; }
+  CacheShape shape() const { return {options_.dtype, options_.slots, capacity_, input_capacity_}; }
+  // Slots of a layer: one for each row, or input; of the step at hand, one.
+  int slots(int layer) const;
   std::size_t key_bytes(int layer) const;    // of one slot, with scales
   std::size_t value_bytes(int layer) const;  // of one slot
   // Sizes of a state layer; no addresses.
   StateView state_shape(int layer) const;
-  std::size_t bytes_per_slot() const;
+  std::size_t bytes_per_slot() const;   // of what there is a slot for each row of
+  std::size_t bytes_per_input() const;  // of them
   std::size_t total_bytes() const;
 
  private:
@@ -62,6 +66,7 @@ class CacheLayout {
   std::vector<StateSpec> states_;
   CacheOptions options_;
   int capacity_ = 0;
+  int input_capacity_ = 0;
 };
 
 class StaticCache {
@@ -72,8 +77,8 @@ class StaticCache {
   const CacheLayout& layout() const { return layout_; }
   LayerCacheView layer(int index) const;
   StateView state(int index) const;
-  // Of the arena, in pages: those that state layers have, and a first token in one slot. The arena
-  // holds nothing else and begins with a page.
+  // Of the arena, in pages: those that state layers and inputs have, and a first token in one slot.
+  // The arena holds nothing else and begins with a page.
   std::size_t first_token_bytes(std::size_t page) const;
 
  private:

@@ -225,6 +225,50 @@ void Engine::Impl::compute_all_rows(int row, int count, StepVariant variant) {
   read_rollbacks();
 }
 
+// --- Inputs of an encoder -----------------------------------------------------------------------
+
+void Engine::encode(int row, std::span<const std::int32_t> input) {
+  Impl& e = *impl_;
+  if (max_input_len() == 0) {
+    fail(ErrorCode::kInvalidArgument, "engine: encode() needs a model with an encoder");
+  }
+  e.settle();
+  if (const std::size_t held = e.rows->row(row).history.size(); held > 0) {
+    fail(ErrorCode::kInvalidArgument,
+         "engine: row {} holds {} tokens behind its input: reset() it before another", row, held);
+  }
+  if (input.empty()) fail(ErrorCode::kInvalidArgument, "engine: encode() of no tokens");
+  if (input.size() > static_cast<std::size_t>(max_input_len())) {
+    fail(
+        ErrorCode::kContextOverflow,
+        "engine: an input of {} tokens for row {}, there is room for {}; shorten it or load with a "
+        "larger max_input_len",
+        input.size(), row, max_input_len());
+  }
+  for (const TokenId token : input) {
+    if (token < 0 || token >= vocab_size()) {
+      fail(ErrorCode::kInvalidArgument, "engine: token {} is outside the vocabulary of {}", token,
+           vocab_size());
+    }
+  }
+  const int count = static_cast<int>(input.size());
+  e.tables->clear();
+  e.tables->add_lane(row, 0, input.data(), count, 0);
+  e.guarded([&] {
+    e.rows->take_input(row, count);
+    e.write_tables(StepVariant::kEncode).program->replay();
+  });
+  ++e.counters.steps;
+  e.counters.tokens += input.size();
+}
+
+int Engine::input_length(int row) const { return impl_->rows->row(row).input_length; }
+
+std::int32_t Engine::decoder_start_token() const {
+  if (max_input_len() == 0) return -1;
+  return static_cast<std::int32_t>(impl_->model->config().encoder.decoder_start_token_id);
+}
+
 // --- Scores and logits ------------------------------------------------------------------------
 
 std::vector<float> Engine::score(std::span<const std::int32_t> tokens,
@@ -232,6 +276,10 @@ std::vector<float> Engine::score(std::span<const std::int32_t> tokens,
   Impl& e = *impl_;
   if (!e.layout.options().score) {
     fail(ErrorCode::kInvalidArgument, "engine: score() needs EngineOptions::score at load");
+  }
+  if (max_input_len() > 0) {
+    fail(ErrorCode::kInvalidArgument,
+         "engine: score() has no input for the model's encoder; use encode() and logits()");
   }
   if (tokens.size() < 2) return {};
   const int row = open_row({});

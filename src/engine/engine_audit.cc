@@ -123,6 +123,7 @@ void fill_state(const Target& target, const StateView& view, int slot, int lengt
 void EngineAudit::poison(Engine& engine) {
   engine.impl_->settle();  // lengths are final then
   const auto rows = engine.impl_->rows->rows();
+  poison_inputs(engine);
   for (int slot = 0; slot < static_cast<int>(rows.size()); ++slot) {
     const RowTable::Row& row = rows[static_cast<std::size_t>(slot)];
     poison_slot(engine, slot, row.open ? row.length : 0);
@@ -134,8 +135,29 @@ void EngineAudit::poison_slot(Engine& engine, int slot, int first) {
   Engine::Impl& e = *engine.impl_;
   e.settle();
   const Target target{*e.backend, *e.cache_memory};
-  for (const LayerCacheView& view : e.caches) fill_layer(target, view, slot, first);
+  for (const LayerCacheView& view : e.caches) {
+    if (view.holds == CacheHolds::kTokens) fill_layer(target, view, slot, first);
+  }
   for (const StateView& view : e.states) fill_state(target, view, slot, first);
+}
+
+void EngineAudit::poison_inputs(Engine& engine) {
+  Engine::Impl& e = *engine.impl_;
+  e.settle();
+  const auto rows = e.rows->rows();
+  std::vector<int> lengths(rows.size());  // by slot of inputs
+  for (const RowTable::Row& row : rows) {
+    if (row.open && row.input_length > 0) {
+      lengths[static_cast<std::size_t>(row.input_slot)] = row.input_length;
+    }
+  }
+  const Target target{*e.backend, *e.cache_memory};
+  for (const LayerCacheView& view : e.caches) {
+    if (view.holds == CacheHolds::kStep) fill_layer(target, view, 0, 0);
+    for (std::size_t slot = 0; view.holds == CacheHolds::kInput && slot < rows.size(); ++slot) {
+      fill_layer(target, view, static_cast<int>(slot), lengths[slot]);
+    }
+  }
 }
 
 void EngineAudit::poison_activations(Engine& engine) {

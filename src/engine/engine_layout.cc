@@ -27,6 +27,8 @@ void validate(const EngineOptions& o) {
   check(o.max_seq_len >= 0 && o.max_seq_len <= (1 << 24), "max_seq_len", o.max_seq_len,
         "1 to 16777216, or 0 for the default");
   check(o.slots >= 1 && o.slots <= kMaxSlots, "slots", o.slots, "1 to 1024");
+  check(o.max_input_len >= 0 && o.max_input_len <= (1 << 24), "max_input_len", o.max_input_len,
+        "1 to 16777216, or 0 for the default");
   check(o.chunk >= 1 && o.chunk <= kMaxChunk, "chunk", o.chunk, "1 to 8192");
   check(o.rollback_depth >= 1 && o.rollback_depth <= kMaxRollback, "rollback_depth",
         o.rollback_depth, "1 to 1024");
@@ -63,7 +65,8 @@ CacheOptions cache_options(const EngineOptions& options) {
       .chunk = step_limits(options, step_shapes(options)).tokens,
       .dtype = cache_dtype(options.cache_type),
       .state_rollback = options.exact_rollback ? StateRollback::kExact : StateRollback::kCompact,
-      .checkpoints = options.checkpoints};
+      .checkpoints = options.checkpoints,
+      .max_input_len = options.max_input_len};
 }
 
 // Bytes with the binary unit a person would choose.
@@ -85,7 +88,8 @@ std::string MemoryPlan::to_string() const {
   line("weights", weights, "repacked copies");
   line("mapped", mapped, "used in place in the model file; not counted in the total");
   line("cache", cache,
-       fmt::format("{} slot{} of {} tokens, {} each", slots, slots == 1 ? "" : "s", max_seq_len,
+       fmt::format("{} slot{} of {} tokens{}, {} each", slots, slots == 1 ? "" : "s", max_seq_len,
+                   max_input_len > 0 ? fmt::format(" and an input of {}", max_input_len) : "",
                    human_bytes(cache_per_slot)));
   line("state", state, "tokens, lengths, sampling parameters");
   line("workspace", workspace, "activations and scratch");
@@ -122,6 +126,15 @@ std::vector<StepShape> step_shapes(const EngineOptions& options) {
   return shapes;
 }
 
+std::vector<StepShape> encode_shapes(const EngineOptions& options) {
+  std::vector<StepShape> shapes;
+  for (const int tokens : {std::min(kSmallChunk, options.max_input_len), options.max_input_len}) {
+    const StepShape shape{.tokens = tokens, .variant = StepVariant::kEncode};
+    if (shapes.empty() || shapes.back() != shape) shapes.push_back(shape);
+  }
+  return shapes;
+}
+
 int logits_chunk_of(const EngineOptions& options) { return std::min(options.chunk, kLogitsChunk); }
 
 namespace {
@@ -130,6 +143,15 @@ namespace {
 int longest_default(const ModelConfig& config) {
   const auto length = std::min<std::int64_t>(config.max_position_embeddings, kDefaultMaxSeqLen);
   return static_cast<int>(std::max<std::int64_t>(length, 1));
+}
+
+int choose_max_input_len(const ModelConfig& config, int asked) {
+  if (config.encoder.num_layers == 0) {
+    if (asked == 0) return 0;
+    fail(ErrorCode::kInvalidArgument,
+         "engine options: max_input_len is {}, but the model has no encoder", asked);
+  }
+  return asked > 0 ? asked : longest_default(config);
 }
 
 // The largest default length that fits, by whole blocks. Apart from the caches all memory is
@@ -160,6 +182,7 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
   validate(options_);
   cache_dtype(options_.cache_type);
   const auto layout = [&backend](const WeightDecl& decl) { return backend.weight_layout(decl); };
+  options_.max_input_len = choose_max_input_len(model.config(), options_.max_input_len);
   const std::size_t available =
       options_.memory_limit ? options_.memory_limit : backend.available_memory();
   if (options_.max_seq_len == 0) {
@@ -169,7 +192,10 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
 
   tables_ = model.tables(options_.max_seq_len);
   cache_layout_ = CacheLayout(tables_.cache_specs(), cache_options(options_));
-  const std::vector<StepShape> shapes = step_shapes(options_);
+  std::vector<StepShape> shapes = step_shapes(options_);
+  if (options_.max_input_len > 0) {
+    for (const StepShape& shape : encode_shapes(options_)) shapes.push_back(shape);
+  }
   limits_ = step_limits(options_, shapes);
   limits_.rollback_depth = options_.rollback_depth;
   limits_.most_ahead = cache_layout_.most_ahead();
@@ -186,10 +212,12 @@ EngineLayout::EngineLayout(const CausalModel& model, const EngineOptions& option
 
   memory_.backend = backend.name();
   memory_.max_seq_len = options_.max_seq_len;
+  memory_.max_input_len = options_.max_input_len;
   memory_.slots = options_.slots;
   memory_.weights = weight_arena_.size();
   memory_.mapped = weights_->mapped_bytes();
   memory_.cache_per_slot = cache_layout_.bytes_per_slot();
+  memory_.cache_per_input = cache_layout_.bytes_per_input();
   memory_.cache = cache_arena_.size();
   memory_.state = state_.bytes() + state_.shared_bytes();
   memory_.workspace = workspace_bytes_ + scratch_bytes_;

@@ -18,6 +18,9 @@ namespace pianola {
 // ask for besides. A step takes the smallest that holds it.
 std::vector<StepShape> step_shapes(const EngineOptions& options);
 
+// And those of an encoder over inputs of up to max_input_len tokens.
+std::vector<StepShape> encode_shapes(const EngineOptions& options);
+
 // Tokens in one step of the logits variant.
 int logits_chunk_of(const EngineOptions& options);
 

@@ -153,6 +153,7 @@ std::string Engine::plan_text(const CausalModel& model, const EngineOptions& opt
 const MemoryPlan& Engine::memory() const { return impl_->layout.memory(); }
 const CausalModel& Engine::model() const { return *impl_->model; }
 int Engine::max_seq_len() const { return impl_->layout.options().max_seq_len; }
+int Engine::max_input_len() const { return impl_->layout.options().max_input_len; }
 int Engine::slots() const { return impl_->layout.options().slots; }
 int Engine::chunk() const { return impl_->layout.options().chunk; }
 int Engine::vocab_size() const { return static_cast<int>(impl_->model->config().vocab_size); }

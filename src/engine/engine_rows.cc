@@ -45,7 +45,10 @@ void Engine::drop_last(int row, int n) {
   }
   keep_first(row, static_cast<int>(size) - n);
 }
-void Engine::reset(int row) { keep_first(row, 0); }
+void Engine::reset(int row) {
+  keep_first(row, 0);
+  impl_->guarded([&] { impl_->rows->drop_input(row); });
+}
 void Engine::rollback(std::span<const int> counts) {
   impl_->settle();
   impl_->guarded([&] { impl_->rows->rollback(counts); });
@@ -101,8 +104,9 @@ std::uint64_t Engine::Impl::fingerprint() const {
   }
   // The shapes that bytes are laid out by. The capacity of a layer without a window is none.
   for (const LayerCacheView& view : caches) {
-    for (const int n : {static_cast<int>(view.dtype), view.kv_heads, view.key_dim, view.value_dim,
-                        view.window, view.window > 0 ? view.capacity : 0}) {
+    for (const int n :
+         {static_cast<int>(view.dtype), view.kv_heads, view.key_dim, view.value_dim, view.window,
+          view.window > 0 ? view.capacity : 0, static_cast<int>(view.holds)}) {
       hash.add_word(static_cast<std::uint64_t>(n));
     }
   }
@@ -178,17 +182,23 @@ RowSnapshot Engine::snapshot(int row) {
   e.settle();
   const RowTable::Row& r = e.rows->row(row);
   RowSnapshot snapshot;
-  snapshot.header_ = {e.fingerprint(), r.length, std::max(r.written, r.length),
-                      std::max(r.folded, r.length), r.floor};
+  snapshot.header_ = {
+      e.fingerprint(), r.length,      std::max(r.written, r.length), std::max(r.folded, r.length),
+      r.floor,         r.input_length};
   snapshot.history_ = r.history;
   const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, r.held());
-  snapshot.data_.resize(total_bytes(regions));
+  const std::vector<SlotRegion> inputs = input_regions(e.caches, r.input_length);
+  snapshot.data_.resize(total_bytes(regions) + total_bytes(inputs));
   std::byte* to = snapshot.data_.data();
-  e.guarded([&] {
-    for (const SlotRegion& region : regions) {
-      e.backend->read(to, region.of(row), region.bytes);
+  const auto read = [&](const std::vector<SlotRegion>& from, int slot) {
+    for (const SlotRegion& region : from) {
+      e.backend->read(to, region.of(slot), region.bytes);
       to += region.bytes;
     }
+  };
+  e.guarded([&] {
+    read(regions, row);
+    read(inputs, r.input_slot);
   });
   return snapshot;
 }
@@ -210,15 +220,22 @@ void Engine::restore(int row, const RowSnapshot& snapshot) {
          "engine: the snapshot holds {} tokens and held up to {}, the slot holds {}", known, used,
          max_seq_len());
   }
+  if (header.input > max_input_len()) {
+    fail(ErrorCode::kContextOverflow,
+         "engine: the snapshot has an input of {} tokens, there is room for {}", header.input,
+         max_input_len());
+  }
   const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, used);
+  const std::vector<SlotRegion> inputs = input_regions(e.caches, std::max(header.input, 0));
   const auto in_order = [](std::initializer_list<int> values) {
     return std::ranges::is_sorted(values);
   };
-  if (total_bytes(regions) != snapshot.data_.size() || !in_order({0, header.length, known}) ||
-      !in_order({header.length, header.written}) ||
+  if (total_bytes(regions) + total_bytes(inputs) != snapshot.data_.size() || header.input < 0 ||
+      (max_input_len() > 0 && header.input == 0 && known > 0) ||
+      !in_order({0, header.length, known}) || !in_order({header.length, header.written}) ||
       !in_order({0, header.floor, header.length, header.folded}) ||
-      std::ranges::any_of(snapshot.history_,
-                          [this](std::int32_t t) { return t < 0 || t >= vocab_size(); })) {
+      std::ranges::any_of(
+          snapshot.history_, [this](std::int32_t t) { return t < 0 || t >= vocab_size(); })) {
     fail(ErrorCode::kInvalidArgument, "engine: the snapshot contradicts itself");
   }
   const std::byte* from = snapshot.data_.data();
@@ -226,15 +243,24 @@ void Engine::restore(int row, const RowSnapshot& snapshot) {
     const RowPages::Need need{row, used};
     e.pages->require({&need, 1}, e.rows->rows());
     e.rows->keep_first(row, 0);
-    for (const SlotRegion& region : regions) {
-      e.backend->write(region.of(row), from, region.bytes);
-      from += region.bytes;
-    }
+    e.rows->drop_input(row);
+    if (header.input > 0) e.rows->take_input(row, header.input);
+    const int input_slot = e.rows->row(row).input_slot;
+    const auto write = [&](const std::vector<SlotRegion>& to, int slot) {
+      for (const SlotRegion& region : to) {
+        e.backend->write(region.of(slot), from, region.bytes);
+        from += region.bytes;
+      }
+    };
+    write(regions, row);
+    write(inputs, input_slot);
     e.rows->adopt(row, snapshot.history_,
                   {.length = header.length,
                    .written = header.written,
                    .folded = header.folded,
-                   .floor = header.floor});
+                   .floor = header.floor,
+                   .input_slot = input_slot,
+                   .input_length = header.input});
   });
   e.drop_waiting(row);
 }

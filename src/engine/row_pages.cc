@@ -16,6 +16,13 @@ RowPages::RowPages(DeviceMemory& memory, std::size_t page_bytes,
     return static_cast<std::size_t>(region.base - memory.data());
   };
   for (const LayerCacheView& view : caches) {
+    if (view.holds != CacheHolds::kTokens) {
+      const auto own = static_cast<std::size_t>(view.holds == CacheHolds::kInput ? slots : 1);
+      memory.require(static_cast<std::size_t>(view.keys - memory.data()),
+                     view.key_slot_bytes * own);
+      memory.require(static_cast<std::size_t>(view.values - memory.data()),
+                     view.value_slot_bytes * own);
+    }
     for (const SlotRegion& block : slot_regions({&view, 1}, {}, kCacheBlock)) {
       regions_.push_back({.offset = offset(block),
                           .stride = block.stride,

@@ -4,9 +4,10 @@
 //   const RowPages::Need need{.row = 0, .positions = 300};
 //   pages.require({&need, 1}, rows);  // OutOfMemory before anything is launched
 //
-// Positions come in blocks of 64, and blocks in whole pages. State layers, whose size no length
-// changes, have all of theirs from the beginning: a row that was opened does not fail for them.
-// Nothing here does anything where the system brings pages itself (Backend::page_bytes() of 0).
+// Positions come in blocks of 64, and blocks in whole pages. State layers and the inputs of an
+// encoder, whose size no row's length changes, have all of theirs from the beginning: a row that
+// was opened does not fail for them. Nothing here does anything where the system brings pages
+// itself (Backend::page_bytes() of 0).
 #pragma once
 
 #include <span>

@@ -14,7 +14,7 @@ namespace {
 // The file: this, then the tokens, then the bytes of the caches. Little-endian.
 struct FileHeader {
   char magic[8] = {'P', 'I', 'A', 'N', 'O', 'L', 'A', 'S'};
-  std::uint32_t version = 1;
+  std::uint32_t version = 2;
   std::uint32_t history = 0;
   std::uint64_t data = 0;
   std::uint64_t checksum = 0;  // of all that follows this field
@@ -23,6 +23,8 @@ struct FileHeader {
   std::int32_t written = 0;
   std::int32_t folded = 0;
   std::int32_t floor = 0;
+  std::int32_t input = 0;
+  std::int32_t unused = 0;
 };
 
 constexpr std::size_t kSummedFrom = offsetof(FileHeader, fingerprint);
@@ -62,6 +64,7 @@ void RowSnapshot::save(const std::filesystem::path& path) const {
   header.written = header_.written;
   header.folded = header_.folded;
   header.floor = header_.floor;
+  header.input = header_.input;
   header.checksum = checksum_of(header, history_, data_);
   // Beside its place first, so that a full disk does not cost the snapshot that was there.
   std::filesystem::path beside = path;
@@ -116,8 +119,8 @@ RowSnapshot RowSnapshot::load(const std::filesystem::path& path) {
   if (checksum_of(header, snapshot.history_, snapshot.data_) != header.checksum) {
     fail_damaged(path, "its checksum is wrong");
   }
-  snapshot.header_ = {header.fingerprint, header.length, header.written, header.folded,
-                      header.floor};
+  snapshot.header_ = {header.fingerprint, header.length, header.written,
+                      header.folded,      header.floor,  header.input};
   return snapshot;
 }
 

@@ -77,6 +77,7 @@ int RowTable::open(const RowOptions& options) {
     const std::int32_t none = 0;
     backend_->write(state_.rollback + i, &none, sizeof(none));
     rows_[i].owed = 0;
+    rows_[i].input_length = 0;
     change(static_cast<int>(i), {.max_length = max_length(options)}, &options);
     rows_[i].open = true;
     rows_[i].written = rows_[i].folded = rows_[i].floor = 0;
@@ -91,6 +92,48 @@ void RowTable::close(int index) {
   Row& row = at(index);
   row.open = false;
   row.status = RowStatus::kIdle;
+  row.input_length = 0;
+}
+
+bool RowTable::in_use(int input_slot, int besides) const {
+  for (int i = 0; i < static_cast<int>(rows_.size()); ++i) {
+    const Row& row = rows_[static_cast<std::size_t>(i)];
+    if (i != besides && row.open && row.input_length > 0 && row.input_slot == input_slot) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void RowTable::take_input(int index, int length) {
+  Row& row = at(index);
+  PIANOLA_CHECK(row.history.empty() && length > 0, "an input for row {} of {} tokens", index,
+                row.history.size());
+  // There are as many slots as rows, so one is free.
+  int slot = row.input_length > 0 ? row.input_slot : index;
+  while (in_use(slot, index)) slot = (slot + 1) % static_cast<int>(rows_.size());
+  const int before = row.input_length;
+  const int slot_before = row.input_slot;
+  row.input_slot = slot;
+  row.input_length = length;
+  try {
+    change(index, {.max_length = row.max_length}, nullptr);
+  } catch (...) {
+    row.input_slot = slot_before;
+    row.input_length = before;
+    throw;
+  }
+}
+
+void RowTable::drop_input(int index) {
+  Row& row = at(index);
+  if (row.input_length == 0) return;
+  row.input_length = 0;
+  change(index,
+         {.length = row.length,
+          .history_length = static_cast<int>(row.history.size()),
+          .max_length = row.max_length},
+         nullptr);
 }
 
 void RowTable::configure(int index, const RowOptions& options) {
@@ -102,6 +145,10 @@ void RowTable::configure(int index, const RowOptions& options) {
 
 void RowTable::append(int index, std::span<const TokenId> tokens) {
   Row& row = at(index);
+  if (caches_->options().max_input_len > 0 && row.input_length == 0) {
+    fail(ErrorCode::kInvalidArgument,
+         "engine: row {} has no input: encode() one before there is anything to decode", index);
+  }
   const std::size_t total = row.history.size() + tokens.size();
   if (total > static_cast<std::size_t>(max_seq_len_)) {
     fail(ErrorCode::kContextOverflow,
@@ -335,6 +382,8 @@ void RowTable::adopt(int index, std::span<const TokenId> history, const Row& lik
   if (!history.empty()) {
     backend_->write(device_history(index), history.data(), history.size_bytes());
   }
+  row.input_slot = like.input_slot;
+  row.input_length = like.input_length;
   change(index,
          {.length = like.length,
           .history_length = static_cast<int>(history.size()),
@@ -386,6 +435,8 @@ void RowTable::change(int index, const Header& header, const RowOptions* options
   image_.status = header.status;
   image_.reach = header.reach;
   image_.floor = header.floor;
+  image_.input_slot = rows_[static_cast<std::size_t>(index)].input_slot;
+  image_.input_length = rows_[static_cast<std::size_t>(index)].input_length;
   std::size_t bytes = offsetof(RowState, sampling);
   if (options) {
     image_.sampling = sampling_state(options->sampling);

@@ -40,6 +40,11 @@ class RowTable {
   int max_rewind(int row) const;
   // The most first tokens, at most n, that can be kept: n, or those of a checkpoint, or none.
   int keepable(int row, int n) const;
+  // Gives an empty row a slot for an input of so many tokens: its own, or a free one when others
+  // share it. Nothing is in it yet.
+  void take_input(int row, int length);
+  // The row has no input.
+  void drop_input(int row);
   // Remembers the states of a row with state layers, to go back to them later.
   void checkpoint(int row);
 
@@ -51,6 +56,8 @@ class RowTable {
     int floor = 0;    // below this many tokens there is no state since then
     int owed = 0;     // tokens taken back that the device still counts, until its next step
     int max_length = 0;
+    int input_slot = 0;    // of an encoder's input; rows may share one
+    int input_length = 0;  // 0: none
     RowStatus status = RowStatus::kIdle;
     std::vector<TokenId> history;  // capacity max_seq_len + 1: never grows
 
@@ -101,6 +108,8 @@ class RowTable {
   // Writes what is queued, and the header.
   void tell(int index);
   int least_kept(const Row& row) const;
+  // Whether an open row besides this one has its input there.
+  bool in_use(int input_slot, int besides) const;
   int max_length(const RowOptions& options) const {
     return options.max_length ? options.max_length : max_seq_len_;
   }

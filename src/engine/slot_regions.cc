@@ -3,6 +3,33 @@
 #include <algorithm>
 
 namespace pianola {
+namespace {
+
+// The blocks in use of a layer's elements, and of the scales behind them.
+void add_blocks(const LayerCacheView& view, int held, std::vector<SlotRegion>& regions) {
+  const auto all = static_cast<std::size_t>(view.capacity / kCacheBlock);
+  const std::size_t blocks =
+      std::min(all, static_cast<std::size_t>((held + kCacheBlock - 1) / kCacheBlock));
+  const auto add = [&](std::byte* base, std::size_t stride, int dim) {
+    const std::size_t elements = cache_element_bytes(view.dtype, view.capacity, view.kv_heads, dim);
+    regions.push_back({base, stride, elements / all * blocks});
+    if (stride == elements) return;
+    regions.push_back({base + elements, stride, (stride - elements) / all * blocks});
+  };
+  add(view.keys, view.key_slot_bytes, view.key_dim);
+  add(view.values, view.value_slot_bytes, view.value_dim);
+}
+
+}  // namespace
+
+std::vector<SlotRegion> input_regions(std::span<const LayerCacheView> caches, int length) {
+  std::vector<SlotRegion> regions;
+  if (length == 0) return regions;
+  for (const LayerCacheView& view : caches) {
+    if (view.holds == CacheHolds::kInput) add_blocks(view, length, regions);
+  }
+  return regions;
+}
 
 std::vector<SlotRegion> slot_regions(std::span<const LayerCacheView> caches,
                                      std::span<const StateView> states, int held,
@@ -10,19 +37,7 @@ std::vector<SlotRegion> slot_regions(std::span<const LayerCacheView> caches,
   std::vector<SlotRegion> regions;
   if (held == 0) return regions;
   for (const LayerCacheView& view : caches) {
-    const auto all = static_cast<std::size_t>(view.capacity / kCacheBlock);
-    const std::size_t blocks =
-        std::min(all, static_cast<std::size_t>((held + kCacheBlock - 1) / kCacheBlock));
-    // The blocks in use of the elements, and of the scales behind them.
-    const auto add_blocks = [&](std::byte* base, std::size_t stride, int dim) {
-      const std::size_t elements =
-          cache_element_bytes(view.dtype, view.capacity, view.kv_heads, dim);
-      regions.push_back({base, stride, elements / all * blocks});
-      if (stride == elements) return;
-      regions.push_back({base + elements, stride, (stride - elements) / all * blocks});
-    };
-    add_blocks(view.keys, view.key_slot_bytes, view.key_dim);
-    add_blocks(view.values, view.value_slot_bytes, view.value_dim);
+    if (view.holds == CacheHolds::kTokens) add_blocks(view, held, regions);
   }
   const auto add = [&regions](auto* base, std::size_t elements) {
     const std::size_t bytes = elements * sizeof(*base);

@@ -19,9 +19,12 @@ struct SlotRegion {
 };
 
 // What a row uses that has held up to `held` tokens: the blocks of its keys and values, whole
-// rings, and states; its checkpoints too when asked. In a fixed order.
+// rings, and states; its checkpoints too when asked. In a fixed order. Inputs are not the row's.
 std::vector<SlotRegion> slot_regions(std::span<const LayerCacheView> caches,
                                      std::span<const StateView> states, int held,
                                      bool checkpoints = false);
+
+// The blocks of an input of `length` tokens, by slots of inputs.
+std::vector<SlotRegion> input_regions(std::span<const LayerCacheView> caches, int length);
 
 }  // namespace pianola

@@ -25,13 +25,15 @@ enum class Takes : std::uint8_t {
   kDecodeStep,
   kManyDecodeSteps,
   kScoreStep,
-  kLogitsStep
+  kLogitsStep,
+  kEncodeStep,  // of a model with an encoder
 };
 struct Verb {
   const char* name;
   Takes takes;
 };
 constexpr Verb kVerbs[] = {{"open_row, append", Takes::kNothing},
+                           {"encode", Takes::kEncodeStep},
                            {"keep_first, drop_last, reset", Takes::kNothing},
                            {"rollback, with the next step", Takes::kDecodeStep},
                            {"fork, swap, snapshot, restore", Takes::kNothing},
@@ -77,6 +79,8 @@ bool has_step(const std::vector<Plan>& plans, Takes takes) {
         return plan.shape.variant == StepVariant::kScore;
       case Takes::kLogitsStep:
         return plan.shape.variant == StepVariant::kLogits;
+      case Takes::kEncodeStep:
+        return plan.shape.variant == StepVariant::kEncode;
     }
     return false;
   });
@@ -87,6 +91,9 @@ std::optional<std::string> refusal(const CausalModel& model, EngineOptions optio
                                    const Backend& backend, Takes takes) {
   options.score = takes == Takes::kScoreStep;
   options.logits = takes == Takes::kLogitsStep;
+  if (takes == Takes::kScoreStep && model.config().encoder.num_layers > 0) {
+    return "score() has no input for the encoder";
+  }
   try {
     const EngineLayout layout(model, options, backend);
     if (has_step(layout.plans(), takes)) return std::nullopt;
@@ -119,6 +126,9 @@ std::vector<LayerKind> layer_kinds(const ModelConfig& config) {
     return {{"attention and state layers, compact rollback", length, false},
             {"attention and state layers, exact rollback", length, true}};
   }
+  if (config.encoder.num_layers > 0) {
+    return {{"full attention, and cross attention", static_cast<int>(longest)}};
+  }
   if (!smallest) return {{"full attention", static_cast<int>(longest)}};
   return {{"full attention", static_cast<int>(std::min(longest, *smallest))},
           {"sliding window", static_cast<int>(*smallest + 1)}};
@@ -132,6 +142,7 @@ std::vector<SupportEntry> support_matrix(const CausalModel& model, const EngineO
   for (const LayerKind& kind : layer_kinds(model.config())) {
     for (const DType cache_type : kCacheTypes) {
       for (const Verb& verb : kVerbs) {
+        if (verb.takes == Takes::kEncodeStep && model.config().encoder.num_layers == 0) continue;
         for (const Candidate& candidate : backends) {
           const bool on_gpu = candidate.name == "cuda";
           std::optional<std::string> refused = candidate.refused;

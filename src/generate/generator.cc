@@ -80,7 +80,8 @@ class Batch {
         requests_(requests),
         on_piece_(on_piece),
         results_(requests.size()),
-        pool_(engine, options.least_shared),
+        // Rows behind an encoder begin with no token of their prompt.
+        pool_(engine, engine.max_input_len() > 0 ? 0 : options.least_shared),
         at_row_(static_cast<std::size_t>(engine.slots())) {}
 
   std::vector<GenerationResult> run() {

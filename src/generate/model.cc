@@ -16,7 +16,8 @@ namespace pianola {
 struct Model::Parts {
   std::shared_ptr<const CausalModel> causal;
   ModelInfo info;
-  std::shared_ptr<const Tokenizer> tokenizer;  // null: the file has none
+  std::shared_ptr<const Tokenizer> tokenizer;  // null: the file has none, or it cannot be used
+  std::string no_tokenizer;                    // why
   ChatTemplateSources templates;
   SamplingParams sampling;
   std::vector<TokenId> stop_tokens;
@@ -49,6 +50,19 @@ std::shared_ptr<const Tokenizer> read_tokenizer(const Checkpoint& checkpoint) {
   const std::string* kind = checkpoint.metadata().find_string("tokenizer.ggml.model");
   if (!kind || *kind == "no_vocab" || *kind == "none") return nullptr;
   return tokenizer_from_gguf(checkpoint.metadata());
+}
+
+// Of a model with an encoder, whose tokenizers are mostly unigram models, which nothing here reads:
+// it opens all the same, for token ids.
+std::shared_ptr<const Tokenizer> read_tokenizer_if_known(const Checkpoint& checkpoint,
+                                                         std::string& why_not) {
+  try {
+    return read_tokenizer(checkpoint);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kUnsupported) throw;
+    why_not = error.what();
+    return nullptr;
+  }
 }
 
 ChatTemplateSources read_templates(const Checkpoint& checkpoint) {
@@ -230,7 +244,9 @@ Model Model::open(const std::string& path) {
   parts->causal = CausalModel::open(path);
   const Checkpoint& checkpoint = parts->causal->checkpoint();
   parts->info = read_info(*parts->causal, path);
-  parts->tokenizer = read_tokenizer(checkpoint);
+  parts->tokenizer = parts->causal->config().encoder.num_layers > 0
+                         ? read_tokenizer_if_known(checkpoint, parts->no_tokenizer)
+                         : read_tokenizer(checkpoint);
   parts->templates = read_templates(checkpoint);
   parts->sampling = read_sampling(checkpoint);
   parts->stop_tokens = read_stop_tokens(*parts->causal, parts->tokenizer.get());
@@ -251,6 +267,11 @@ bool Model::has_tokenizer() const { return parts_->tokenizer != nullptr; }
 const Tokenizer& Model::tokenizer() const { return *shared_tokenizer(); }
 
 const std::shared_ptr<const Tokenizer>& Model::shared_tokenizer() const {
+  if (!parts_->tokenizer && !parts_->no_tokenizer.empty()) {
+    fail(ErrorCode::kUnsupported,
+         "{}: the model's tokenizer cannot be used; only token ids can be (--ids): {}",
+         parts_->info.path, parts_->no_tokenizer);
+  }
   if (!parts_->tokenizer) {
     fail(ErrorCode::kUnsupported, "{}: the model has no tokenizer; only token ids can be used",
          parts_->info.path);

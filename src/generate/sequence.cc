@@ -54,11 +54,13 @@ Sequence::Sequence(Engine& engine, const Model& model, GenerationRequest request
     fail(ErrorCode::kInvalidArgument, "request: stop strings need a model with a tokenizer");
   }
   request_.stop_tokens = stop_tokens(request_, model);
-  const int prompt = static_cast<int>(
-      std::min(request_.prompt.size(), static_cast<std::size_t>(engine.max_seq_len()) + 1));
-  limit_ = request_.max_tokens < 0 || request_.max_tokens > engine.max_seq_len() - prompt
+  before_ = engine.max_input_len() > 0
+                ? 1
+                : static_cast<int>(std::min(request_.prompt.size(),
+                                            static_cast<std::size_t>(engine.max_seq_len()) + 1));
+  limit_ = request_.max_tokens < 0 || request_.max_tokens > engine.max_seq_len() - before_
                ? engine.max_seq_len()
-               : prompt + request_.max_tokens;
+               : before_ + request_.max_tokens;
   start(row);
 }
 
@@ -69,6 +71,13 @@ Sequence::~Sequence() {
   } catch (const Error&) {
     row_ = -1;  // somebody else has closed it
   }
+}
+
+void Sequence::begin(int row) {
+  if (engine_.max_input_len() == 0) return engine_.append(row, request_.prompt);
+  engine_.encode(row, request_.prompt);
+  const TokenId first = engine_.decoder_start_token();
+  engine_.append(row, {&first, 1});
 }
 
 void Sequence::start(int row) {
@@ -82,11 +91,16 @@ void Sequence::start(int row) {
     }
     owns_row_ = true;
     try {
-      engine_.append(row_, request_.prompt);
+      begin(row_);
     } catch (...) {
       engine_.close_row(row_);
       throw;
     }
+  } else if (engine_.max_input_len() > 0) {
+    engine_.configure_row(row, options);
+    engine_.reset(row);
+    begin(row);
+    row_ = row;
   } else {
     const std::span<const TokenId> prompt(request_.prompt);
     if (static_cast<int>(prompt.size()) > engine_.max_seq_len()) {
@@ -166,8 +180,7 @@ void Sequence::finish(FinishReason reason) {
   } else {
     // The row keeps the prompt and what was handed out, and computes nothing more.
     const std::size_t known = engine_.history(row_).size();
-    const std::size_t seen =
-        request_.prompt.size() + static_cast<std::size_t>(stats_.generated_tokens);
+    const auto seen = static_cast<std::size_t>(before_ + stats_.generated_tokens);
     const int kept = static_cast<int>(std::min(known, seen));
     engine_.keep_first(row_, engine_.keepable(row_, kept));
   }

@@ -33,6 +33,9 @@ class Sequence {
   using Clock = std::chrono::steady_clock;
 
   void start(int row);
+  // Gives an empty row the prompt: as its first tokens, or, where the model has an encoder, as the
+  // input of that, and the token that answers begin with.
+  void begin(int row);
   void finish(FinishReason reason);
   FinishReason reason_for(RowStatus status) const;
   void emit(TokenId token, float logprob, const std::string& text);
@@ -41,7 +44,8 @@ class Sequence {
   GenerationRequest request_;
   int row_ = -1;
   bool owns_row_ = false;
-  int limit_ = 0;  // tokens of prompt and answer at which the answer is max_tokens long
+  int before_ = 0;  // tokens of the row in front of the answer
+  int limit_ = 0;   // tokens of prompt and answer at which the answer is max_tokens long
   std::unique_ptr<Detokenizer> detokenizer_;  // null without a tokenizer: pieces have no text
   TokenId vocab_size_ = 0;                    // of the tokenizer
   StopStrings stop_;

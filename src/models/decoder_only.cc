@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "models/decoder_blocks.h"
+#include "models/encoder.h"
 #include "models/rope.h"
 #include "models/state_layers.h"
 #include "models/table_builder.h"
@@ -14,8 +16,8 @@ namespace {
 
 void declare_mlp(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
   const std::int64_t width = c.hidden_size;
-  w.gate = table.matrix(Part::kGate, c.intermediate_size, width);
-  w.up = table.matrix(Part::kUp, c.intermediate_size, width);
+  if (c.gated_mlp) w.gate = table.matrix(Part::kGate, c.intermediate_size, width);
+  w.up = table.matrix(c.gated_mlp ? Part::kUp : Part::kPlainUp, c.intermediate_size, width);
   w.down = table.matrix(Part::kDown, width, c.intermediate_size);
   w.gate_bias = table.vector_if(c.mlp_bias, Part::kGateBias, c.intermediate_size);
   w.up_bias = table.vector_if(c.mlp_bias, Part::kUpBias, c.intermediate_size);
@@ -98,6 +100,8 @@ void declare_attention(TableBuilder& table, const ModelConfig& c, LayerWeights& 
   w.sinks = table.vector_if(c.attention_sinks, Part::kSinks, c.num_attention_heads);
 }
 
+}  // namespace
+
 LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64_t layer) {
   const std::int64_t width = c.hidden_size;
   LayerWeights w;
@@ -127,6 +131,8 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64
   return w;
 }
 
+namespace {
+
 std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const ModelConfig& config,
                                        const RopeConfig& rope, int max_seq_len) {
   std::vector<float> frequencies = rope_inverse_frequencies(rope, config.head_dim, max_seq_len);
@@ -143,10 +149,7 @@ std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const Model
   return frequencies;
 }
 
-struct AttentionBuffers {
-  BufferId q, attended;
-  BufferId gate;  // where it has one
-};
+}  // namespace
 
 AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
   const std::int64_t width = config.num_attention_heads * config.head_dim;
@@ -157,14 +160,17 @@ AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
   return buffers;
 }
 
-void record_attention(Recorder& r, const ModelConfig& config, const ModelTables& tables,
-                      const LayerWeights& w, bool windowed, CacheId cache,
-                      const AttentionBuffers& buffers, BufferId x, BufferId residual,
-                      BufferId out) {
-  const auto eps = static_cast<float>(config.rms_norm_eps);
+float attention_scale(const ModelConfig& config) {
   const double scale = config.attention_scale > 0
                            ? config.attention_scale
                            : 1.0 / std::sqrt(static_cast<double>(config.head_dim));
+  return static_cast<float>(scale);
+}
+
+void record_attention(Recorder& r, const ModelConfig& config, const LayerWeights& w,
+                      const TokenPlaces& places, CacheId cache, const AttentionBuffers& buffers,
+                      BufferId x, BufferId residual, BufferId out) {
+  const auto eps = static_cast<float>(config.rms_norm_eps);
   const auto head_norm = [eps](WeightId weight) {
     return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
   };
@@ -178,14 +184,15 @@ void record_attention(Recorder& r, const ModelConfig& config, const ModelTables&
                  .v_bias = w.v_bias,
                  .q_norm = head_norm(w.q_norm),
                  .k_norm = head_norm(w.k_norm),
-                 .rope = windowed ? tables.window_rope : tables.rope,
+                 .rope = places.rope,
                  .cache = cache,
                  .q_out = buffers.q});
   r.record(AttentionOp{.q = buffers.q,
                        .cache = cache,
                        .heads = static_cast<std::int32_t>(config.num_attention_heads),
-                       .scale = static_cast<float>(scale),
+                       .scale = attention_scale(config),
                        .sinks = w.sinks,
+                       .bias = places.bias,
                        .out = buffers.attended});
   if (w.attention_gate.valid()) {
     r.record(LinearOp{.in = x,
@@ -197,6 +204,8 @@ void record_attention(Recorder& r, const ModelConfig& config, const ModelTables&
   r.record(LinearOp{
       .in = buffers.attended, .weight = w.o, .bias = w.o_bias, .residual = residual, .out = out});
 }
+
+namespace {
 
 // The buffers of a mixture of experts, where the model has one.
 struct ExpertBuffers {
@@ -216,6 +225,8 @@ ExpertBuffers expert_buffers(Recorder& r, const ModelConfig& config) {
   return buffers;
 }
 
+}  // namespace
+
 void record_mlp(Recorder& r, const ModelConfig& config, const LayerWeights& w, BufferId x,
                 BufferId residual, BufferId out) {
   r.record(GatedMlpOp{.in = x,
@@ -230,6 +241,8 @@ void record_mlp(Recorder& r, const ModelConfig& config, const LayerWeights& w, B
                       .residual = residual,
                       .out = out});
 }
+
+namespace {
 
 void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& w,
                     const ExpertBuffers& buffers, BufferId x, BufferId residual, BufferId out) {
@@ -278,13 +291,20 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
                            int max_seq_len) {
   ModelTables tables;
   TableBuilder table(checkpoint, config.tensor_naming, tables);
-  tables.embedding =
-      table.matrix(Part::kEmbedding, config.vocab_size, config.hidden_size, WeightRole::kEmbedding);
+  const bool shared = table.has(Part::kSharedEmbedding);
+  tables.embedding = table.matrix(
+      shared && !table.has(Part::kEmbedding) ? Part::kSharedEmbedding : Part::kEmbedding,
+      config.vocab_size, config.hidden_size, WeightRole::kEmbedding);
   const auto rope = [&](const char* name, const RopeConfig& r) {
     return Rope{table.constant(name, inverse_frequencies(checkpoint, config, r, max_seq_len)),
                 config.rope_style, rope_attention_scale(r)};
   };
-  tables.rope = rope("rope.inverse_frequencies", config.rope);
+  if (config.relative_bias.num_buckets == 0) {
+    tables.rope = rope("rope.inverse_frequencies", config.rope);
+  } else {
+    tables.rope = kNoRope;
+    tables.bias = declare_relative_bias(table, config, false);
+  }
   tables.window_rope = config.window_rope
                            ? rope("rope.window_inverse_frequencies", *config.window_rope)
                            : tables.rope;
@@ -294,6 +314,9 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
   for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     table.set_layer(layer);
     tables.layers.push_back(declare_layer(table, config, layer));
+    if (config.encoder.num_layers > 0) {
+      declare_cross_attention(table, config, tables.layers.back());
+    }
     const std::int64_t window =
         config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
     // One that no row outgrows is full attention.
@@ -304,10 +327,13 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
       tables.states.push_back(state_spec(config));
     }
   }
-  tables.final_norm = table.norm(Part::kFinalNorm, config.hidden_size, config.norm_offset);
+  tables.final_norm = table.scaled_norm(Part::kFinalNorm, config.hidden_size, config.norm_offset,
+                                        config.head_scale);
   tables.head = config.tie_word_embeddings
-                    ? table.tied_head(config.vocab_size, config.hidden_size)
+                    ? table.tied_head(shared ? Part::kSharedEmbedding : Part::kEmbedding,
+                                      config.vocab_size, config.hidden_size)
                     : table.matrix(Part::kHead, config.vocab_size, config.hidden_size);
+  if (config.encoder.num_layers > 0) declare_encoder(checkpoint, config, tables);
   return tables;
 }
 
@@ -337,8 +363,12 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
     if (w.state.out.valid()) {
       record_state_layer(r, config, w, states, StateId{next_state++}, x, residual, target);
     } else {
-      record_attention(r, config, tables, w, windowed, CacheId{next_cache++}, attention, x,
-                       residual, target);
+      const TokenPlaces places{windowed ? tables.window_rope : tables.rope, tables.bias};
+      record_attention(r, config, w, places, CacheId{next_cache++}, attention, x, residual, target);
+    }
+    if (w.cross_q.valid()) {
+      record_cross_attention(r, config, w, CacheId{tables.encoder.first_cross.index + layer},
+                             attention, x);
     }
     if (config.post_norms) {
       r.record(NormOp{.in = added, .norm = {w.post_attention_norm, eps}, .residual = x, .out = x});

@@ -16,6 +16,12 @@
 
 namespace pianola {
 
+// What config.json calls a field that others call by another name.
+struct FieldAlias {
+  std::string_view field;
+  std::string_view own;
+};
+
 struct Family {
   std::string_view model_type;    // config.json: model_type
   std::string_view architecture;  // GGUF: general.architecture; "" when its files carry another's
@@ -25,6 +31,8 @@ struct Family {
   std::string_view state_layer_type;
   // Of its rope, unless config.json says otherwise; 0: all of a head turns, always.
   double partial_rotary_factor = 0;
+  // Names of its own for the shared fields: transformers' attribute_map.
+  std::span<const FieldAlias> aliases;
   // Reads the fields of config.json that only this family has; the shared ones are there already.
   void (*parse_hf)(const JsonObject& root, ModelConfig& config) = nullptr;
   // What GGUF files of this architecture imply without saying it.
@@ -36,6 +44,8 @@ struct Family {
   RouteScore gguf_route_score = RouteScore::kSoftmaxOfChosen;
   // The rest of it, once the shared keys are read.
   void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;
+  // What only the tensors of a file say: whether layers have a gate, and whether there is a head.
+  void (*finish_gguf_tensors)(bool has_gate, bool has_head, ModelConfig& config) = nullptr;
 };
 
 extern const Family kBamba;
@@ -49,6 +59,7 @@ extern const Family kQwen3;
 extern const Family kQwen35;
 extern const Family kQwen3Moe;
 extern const Family kQwen3Next;
+extern const Family kT5;
 
 std::span<const Family* const> families();
 const Family* find_family_by_model_type(std::string_view model_type);      // nullptr: unknown

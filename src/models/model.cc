@@ -6,6 +6,8 @@
 
 #include "base/check.h"
 #include "models/decoder_only.h"
+#include "models/encoder.h"
+#include "models/family.h"
 #include "models/tensor_names.h"
 
 namespace pianola {
@@ -14,13 +16,18 @@ namespace {
 // What a GGUF file says only by the tensors it has.
 void decide_by_tensors(const Checkpoint& checkpoint, ModelConfig& config) {
   const auto has = [&](Part part) {
-    return checkpoint.find(tensor_name(checkpoint.format(), part)) != nullptr;
+    return checkpoint.find(tensor_name(checkpoint.format(), part, 0, config.tensor_naming)) !=
+           nullptr;
   };
   config.tie_word_embeddings = !has(Part::kHead);
   config.qkv_bias = has(Part::kQBias);
   config.output_bias = has(Part::kOBias);
   config.mlp_bias = has(Part::kGateBias);
   config.has_rope_factors_tensor = has(Part::kRopeFactors);
+  const Family* family = find_family_by_architecture(config.model_type);
+  if (family && family->finish_gguf_tensors) {
+    family->finish_gguf_tensors(has(Part::kGate), has(Part::kHead), config);
+  }
 }
 
 ModelConfig read_config(const Checkpoint& checkpoint) {
@@ -33,6 +40,10 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
     fail(ErrorCode::kNotFound, "{}: there is no config.json", checkpoint.folder().string());
   }
   ModelConfig config = parse_hf_config(*checkpoint.config());
+  if (config.head_by_tensor) {
+    config.tie_word_embeddings =
+        checkpoint.find(tensor_name(checkpoint.format(), Part::kHead)) == nullptr;
+  }
   if (checkpoint.generation_config()) {
     apply_generation_config(*checkpoint.generation_config(), config);
   }
@@ -101,6 +112,7 @@ ModelTables CausalModel::tables(int max_seq_len) const {
 }
 
 Plan CausalModel::record(const ModelTables& tables, const StepShape& shape) const {
+  if (shape.variant == StepVariant::kEncode) return record_encoder(config_, tables, shape);
   return record_decoder(config_, tables, shape);
 }
 

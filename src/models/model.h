@@ -9,6 +9,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -39,6 +40,18 @@ struct LayerWeights {
   WeightId router, router_bias, experts_gate, experts_up, experts_down;
   WeightId experts_gate_bias, experts_up_bias, experts_down_bias;
   WeightId shared_router, shared_gate, shared_up, shared_down;
+  // Of a decoder behind an encoder.
+  WeightId cross_norm, cross_q, cross_k, cross_v, cross_o;
+};
+
+// An encoder, where the model has one.
+struct EncoderTables {
+  WeightId first_weight;  // of those that only the encoder has: the last of the table
+  WeightId embedding, final_norm;
+  std::optional<RelativeBias> bias;
+  std::vector<LayerWeights> layers;
+  CacheId step;         // keys and values of the step at hand
+  CacheId first_cross;  // of the decoder's first layer; those of the others follow
 };
 
 // The weight table and where in it each part of a decoder lies.
@@ -49,7 +62,9 @@ struct ModelTables {
   WeightId embedding, final_norm, head;
   Rope rope;         // of layers without a window, or of all
   Rope window_rope;  // of layers with one
+  std::optional<RelativeBias> bias;
   std::vector<LayerWeights> layers;
+  EncoderTables encoder;
 
   CacheSpecs cache_specs() const { return {caches, states}; }
 };
@@ -69,6 +84,7 @@ class CausalModel {
 
   // Constants such as rope frequencies may depend on `max_seq_len`.
   ModelTables tables(int max_seq_len) const;
+  // Of the variant kEncode: the encoder's step over an input.
   Plan record(const ModelTables& tables, const StepShape& shape) const;
 
  private:

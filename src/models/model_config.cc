@@ -230,31 +230,37 @@ const char* rope_kind_name(RopeKind kind) {
 
 ModelConfig parse_hf_config(const json::value& value, const std::string& where) {
   const JsonObject root(value, where);
-  const FieldName name = [&root](std::string_view field) {
+  const Family& family = find_family(root);
+  const auto own = [&family](std::string_view field) {
+    for (const FieldAlias& alias : family.aliases) {
+      if (alias.field == field) return alias.own;
+    }
+    return field;
+  };
+  const FieldName name = [&](std::string_view field) {
     // transformers writes either name.
     const bool other = field == "num_experts" && is_absent(root, field);
-    return root.field_path(other ? "num_local_experts" : field);
+    return root.field_path(other ? "num_local_experts" : own(field));
   };
-  const Family& family = find_family(root);
   refuse_unsupported_fields(root, family);
 
   ModelConfig config;
   config.model_type = family.model_type;
   config.vocab_size = root.get_int("vocab_size");
-  config.hidden_size = root.get_int("hidden_size");
-  config.intermediate_size = root.get_int("intermediate_size");
-  config.num_hidden_layers = root.get_int("num_hidden_layers");
-  config.num_attention_heads = root.get_int("num_attention_heads");
-  if (is_absent(root, "num_key_value_heads") && config.model_type != "llama") {
+  config.hidden_size = root.get_int(own("hidden_size"));
+  config.intermediate_size = root.get_int(own("intermediate_size"));
+  config.num_hidden_layers = root.get_int(own("num_hidden_layers"));
+  config.num_attention_heads = root.get_int(own("num_attention_heads"));
+  const std::string_view kv_heads = own("num_key_value_heads");
+  if (is_absent(root, kv_heads) && config.model_type != "llama") {
     // transformers' defaults (8, 32) belong to one size of model: a guess here.
     fail(ErrorCode::kInvalidModel, "{} is missing", root.field_path("num_key_value_heads"));
   }
-  config.num_key_value_heads =
-      root.find_int("num_key_value_heads").value_or(config.num_attention_heads);
-  config.head_dim = root.find_int("head_dim").value_or(0);
-  config.max_position_embeddings =
-      root.find_int("max_position_embeddings").value_or(family.default_max_position_embeddings);
-  config.rms_norm_eps = root.find_float("rms_norm_eps").value_or(1e-6);
+  config.num_key_value_heads = root.find_int(kv_heads).value_or(config.num_attention_heads);
+  config.head_dim = root.find_int(own("head_dim")).value_or(0);
+  config.max_position_embeddings = root.find_int(own("max_position_embeddings"))
+                                       .value_or(family.default_max_position_embeddings);
+  config.rms_norm_eps = root.find_float(own("rms_norm_eps")).value_or(1e-6);
   config.tie_word_embeddings = root.find_bool("tie_word_embeddings").value_or(false);
   config.bos_token_id = read_token_id(root, "bos_token_id");
   config.eos_token_ids = read_token_ids(root, "eos_token_id");
@@ -281,6 +287,9 @@ void apply_generation_config(const json::value& generation, ModelConfig& config,
     changed.eos_token_ids = std::move(ids);
   }
   if (const auto id = read_token_id(root, "pad_token_id")) changed.pad_token_id = id;
+  if (const auto id = read_token_id(root, "decoder_start_token_id")) {
+    changed.encoder.decoder_start_token_id = *id;
+  }
   check_model_config(changed, [&root](std::string_view field) { return root.field_path(field); });
   config = std::move(changed);
 }

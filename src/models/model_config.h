@@ -32,6 +32,8 @@ inline constexpr std::int64_t kMaxExperts = 4096;
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;  // hidden, intermediate
 inline constexpr std::int64_t kMaxVocab = std::int64_t{1} << 22;
 inline constexpr std::int64_t kMaxPositions = std::int64_t{1} << 28;
+inline constexpr std::int64_t kMaxBuckets = 4096;
+inline constexpr std::int64_t kMaxBiasDistance = std::int64_t{1} << 16;
 
 enum class RopeKind : std::uint8_t { kDefault, kLinear, kDynamic, kYarn, kLlama3 };
 // "default", "linear", ...: as config.json writes them.
@@ -115,11 +117,28 @@ struct StateLayerConfig {
 };
 
 // What files of Hugging Face call the tensors of a layer.
-enum class TensorNaming : std::uint8_t { kCommon, kBamba };
+enum class TensorNaming : std::uint8_t { kCommon, kBamba, kT5, kT5Encoder };
+
+// An encoder in front of the decoder (T5): it reads all of an input at once, and every layer of the
+// decoder attends to what it has made of it. Its layers are as wide as the decoder's.
+struct EncoderConfig {
+  std::int64_t num_layers = 0;  // 0: there is none
+  std::int64_t decoder_start_token_id = 0;
+
+  bool operator==(const EncoderConfig&) const = default;
+};
+
+// Positions by a number added to scores, in place of rope: see RelativeBias in op.h.
+struct RelativeBiasConfig {
+  std::int64_t num_buckets = 0;  // 0: rope
+  std::int64_t max_distance = 0;
+
+  bool operator==(const RelativeBiasConfig&) const = default;
+};
 
 struct ModelConfig {
   // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text",
-  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "bamba".
+  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "bamba", "t5".
   std::string model_type;
   TensorNaming tensor_naming = TensorNaming::kCommon;
 
@@ -135,12 +154,17 @@ struct ModelConfig {
   Activation hidden_act = Activation::kSilu;
   ExpertsConfig experts;
   StateLayerConfig state;
+  EncoderConfig encoder;
+  RelativeBiasConfig relative_bias;
+  bool gated_mlp = true;  // else the MLP is down(act(up(x)))
 
   bool qkv_bias = false;             // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
   bool output_bias = false;          // o_proj (Llama with attention_bias)
   bool mlp_bias = false;             // gate_proj, up_proj, down_proj
   bool qk_norm = false;              // an RMS norm of each q and k head before rope (Qwen3)
   bool tie_word_embeddings = false;  // the head reads the embedding
+  bool head_by_tensor = false;       // and does so just when the files have no head
+  double head_scale = 1;             // what the head reads is multiplied by it
 
   bool post_norms = false;  // what attention and the MLP add is normed first (Gemma)
   double norm_offset = 0;   // norms multiply by it plus their weight: 1 in Gemma's own files
@@ -181,7 +205,7 @@ ModelConfig parse_hf_config(const boost::json::value& config,
 void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
                              const std::string& where = "generation_config.json");
 
-// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3 or gpt-oss).
+// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3, gpt-oss or t5).
 ModelConfig parse_gguf_config(const Metadata& metadata);
 
 }  // namespace pianola

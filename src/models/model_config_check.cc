@@ -89,6 +89,24 @@ void check_state_layers(const StateLayerConfig& s, const FieldName& name) {
             kMaxWidth);
 }
 
+void check_encoder(const ModelConfig& c, const FieldName& name) {
+  if (c.encoder.num_layers == 0) return;
+  check_int(name, "num_encoder_layers", c.encoder.num_layers, 1, kMaxLayers);
+  check_int(name, "decoder_start_token_id", c.encoder.decoder_start_token_id, 0, c.vocab_size - 1);
+}
+
+void check_relative_bias(const RelativeBiasConfig& bias, const FieldName& name) {
+  if (bias.num_buckets == 0) return;
+  check_int(name, "relative_attention_num_buckets", bias.num_buckets, 4, kMaxBuckets);
+  if (bias.num_buckets % 2 != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: expected an even number, found {}",
+         name("relative_attention_num_buckets"), bias.num_buckets);
+  }
+  // The first half of the buckets are distances of their own.
+  check_int(name, "relative_attention_max_distance", bias.max_distance, bias.num_buckets / 2 + 1,
+            kMaxBiasDistance);
+}
+
 void check_rope(const RopeConfig& rope, const FieldName& name) {
   // A base of 1 or less gives no longer wavelengths, and yarn divides by its logarithm.
   if (!(std::isfinite(rope.theta) && rope.theta > 1.0 && rope.theta <= 1e30)) {
@@ -131,6 +149,9 @@ void check_model_config(const ModelConfig& config, const FieldName& name) {
   check_sizes(config, name);
   check_experts(config.experts, name);
   check_state_layers(config.state, name);
+  check_encoder(config, name);
+  check_relative_bias(config.relative_bias, name);
+  check_positive(name, "head_scale", config.head_scale, 1.0);
   check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
   check_rope(config.rope, name);
   if (config.window_rope) check_rope(*config.window_rope, name);

@@ -31,6 +31,10 @@ constexpr std::array kFields = {
     GgufField{"num_experts_per_tok", "expert_used_count"},
     GgufField{"moe_intermediate_size", "expert_feed_forward_length"},
     GgufField{"shared_expert_intermediate_size", "expert_shared_feed_forward_length"},
+    GgufField{"num_encoder_layers", "block_count"},
+    GgufField{"decoder_start_token_id", "decoder_start_token_id"},
+    GgufField{"relative_attention_num_buckets", "attention.relative_buckets_count"},
+    GgufField{"relative_attention_max_distance", "attention.relative_buckets_count"},
     GgufField{"rope_theta", "rope.freq_base"},
     GgufField{"rope_scaling.factor", "rope.scaling.factor"},
     GgufField{"rope_scaling.original_max_position_embeddings",
@@ -249,16 +253,16 @@ void read_special_tokens(const Metadata& metadata, ModelConfig& config) {
 
 FieldName gguf_field_name(const Metadata& metadata, const ArchKeys& keys) {
   return [&metadata, &keys](std::string_view field) -> std::string {
-    if (field.ends_with("_token_id")) {
-      const bool pad = field.starts_with("pad");
-      return fmt::format("metadata key 'tokenizer.ggml.{}'", pad ? "padding_token_id" : field);
-    }
     if (field == "vocab_size" && !keys.contains("vocab_size") &&
         metadata.contains("tokenizer.ggml.tokens")) {
       return "metadata key 'tokenizer.ggml.tokens' (its count)";
     }
     for (const GgufField& known : kFields) {
       if (known.field == field) return fmt::format("metadata key '{}'", keys.key(known.key));
+    }
+    if (field.ends_with("_token_id")) {
+      const bool pad = field.starts_with("pad");
+      return fmt::format("metadata key 'tokenizer.ggml.{}'", pad ? "padding_token_id" : field);
     }
     return std::string(field);
   };

@@ -38,6 +38,17 @@ class TableBuilder {
     tables_.weights.back().offset = static_cast<float>(offset);
     return id;
   }
+  // The norm before the head: what it gives is multiplied by `scale`.
+  WeightId scaled_norm(Part part, std::int64_t size, double offset, double scale) {
+    const WeightId id = norm(part, size, offset);
+    tables_.weights.back().scale = static_cast<float>(scale);
+    return id;
+  }
+  // A matrix [rows, cols] whose elements ops look up, as a vector.
+  WeightId flat(Part part, std::int64_t rows, std::int64_t cols) {
+    const TensorInfo& tensor = checked(part, Shape{rows, cols});
+    return push(declare(part, tensor, WeightRole::kVector, 1, rows * cols));
+  }
   WeightId vector_if(bool present, Part part, std::int64_t size) {
     return present ? vector(part, size) : WeightId{};
   }
@@ -107,8 +118,8 @@ class TableBuilder {
   }
 
   // The head of a model with tied embeddings: the same tensor in its second role.
-  WeightId tied_head(std::int64_t rows, std::int64_t cols) {
-    const WeightId id = matrix(Part::kEmbedding, rows, cols);
+  WeightId tied_head(Part embedding, std::int64_t rows, std::int64_t cols) {
+    const WeightId id = matrix(embedding, rows, cols);
     tables_.weights.back().name = weight_name(Part::kHead);
     return id;
   }
@@ -135,7 +146,8 @@ class TableBuilder {
   }
   WeightDecl declare(Part part, const TensorInfo& tensor, WeightRole role, std::int64_t rows,
                      std::int64_t cols) const {
-    WeightDecl decl{.name = weight_name(part, layer_), .source = tensor.name, .role = role};
+    WeightDecl decl{
+        .name = weight_name(part, layer_, naming_), .source = tensor.name, .role = role};
     decl.dtype = tensor.dtype;
     decl.rows = rows;
     decl.cols = cols;

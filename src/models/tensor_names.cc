@@ -18,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 66> kNames = {{
+constexpr std::array<Names, 74> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -87,44 +87,100 @@ constexpr std::array<Names, 66> kNames = {{
     {true, "ssm.skip", "", "mamba.D"},
     {true, "ssm.norm", "", "mamba.norm.weight"},
     {true, "ssm.out_proj", "", "mamba.out_proj.weight"},
+    {false, "embed_tokens", "", ""},
+    {true, "relative_bias", "", ""},
+    {true, "up_proj", "", ""},
+    {true, "cross.norm", "", ""},
+    {true, "cross.q_proj", "", ""},
+    {true, "cross.k_proj", "", ""},
+    {true, "cross.v_proj", "", ""},
+    {true, "cross.o_proj", "", ""},
 }};
 
+// Of a naming of its own; "" where GGUF has none.
 struct OtherName {
   TensorNaming naming;
   Part part;
+  std::string_view gguf;
   std::string_view hugging_face;
 };
 
-constexpr std::array<OtherName, 8> kOtherNames = {{
-    {TensorNaming::kBamba, Part::kFinalNorm, "model.final_layernorm.weight"},
-    {TensorNaming::kBamba, Part::kMlpNorm, "pre_ff_layernorm.weight"},
-    {TensorNaming::kBamba, Part::kGate, "feed_forward.gate_proj.weight"},
-    {TensorNaming::kBamba, Part::kUp, "feed_forward.up_proj.weight"},
-    {TensorNaming::kBamba, Part::kDown, "feed_forward.down_proj.weight"},
-    {TensorNaming::kBamba, Part::kGateBias, "feed_forward.gate_proj.bias"},
-    {TensorNaming::kBamba, Part::kUpBias, "feed_forward.up_proj.bias"},
-    {TensorNaming::kBamba, Part::kDownBias, "feed_forward.down_proj.bias"},
+constexpr std::array<OtherName, 40> kOtherNames = {{
+    {TensorNaming::kBamba, Part::kFinalNorm, "", "model.final_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kMlpNorm, "", "pre_ff_layernorm.weight"},
+    {TensorNaming::kBamba, Part::kGate, "", "feed_forward.gate_proj.weight"},
+    {TensorNaming::kBamba, Part::kUp, "", "feed_forward.up_proj.weight"},
+    {TensorNaming::kBamba, Part::kDown, "", "feed_forward.down_proj.weight"},
+    {TensorNaming::kBamba, Part::kGateBias, "", "feed_forward.gate_proj.bias"},
+    {TensorNaming::kBamba, Part::kUpBias, "", "feed_forward.up_proj.bias"},
+    {TensorNaming::kBamba, Part::kDownBias, "", "feed_forward.down_proj.bias"},
+    {TensorNaming::kT5, Part::kEmbedding, "token_embd.weight", "decoder.embed_tokens.weight"},
+    {TensorNaming::kT5, Part::kSharedEmbedding, "", "shared.weight"},
+    {TensorNaming::kT5, Part::kFinalNorm, "dec.output_norm.weight",
+     "decoder.final_layer_norm.weight"},
+    {TensorNaming::kT5, Part::kAttentionNorm, "attn_norm.weight", "layer.0.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kQ, "attn_q.weight", "layer.0.SelfAttention.q.weight"},
+    {TensorNaming::kT5, Part::kK, "attn_k.weight", "layer.0.SelfAttention.k.weight"},
+    {TensorNaming::kT5, Part::kV, "attn_v.weight", "layer.0.SelfAttention.v.weight"},
+    {TensorNaming::kT5, Part::kO, "attn_o.weight", "layer.0.SelfAttention.o.weight"},
+    {TensorNaming::kT5, Part::kRelativeBias, "attn_rel_b.weight",
+     "layer.0.SelfAttention.relative_attention_bias.weight"},
+    {TensorNaming::kT5, Part::kCrossNorm, "cross_attn_norm.weight", "layer.1.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kCrossQ, "cross_attn_q.weight", "layer.1.EncDecAttention.q.weight"},
+    {TensorNaming::kT5, Part::kCrossK, "cross_attn_k.weight", "layer.1.EncDecAttention.k.weight"},
+    {TensorNaming::kT5, Part::kCrossV, "cross_attn_v.weight", "layer.1.EncDecAttention.v.weight"},
+    {TensorNaming::kT5, Part::kCrossO, "cross_attn_o.weight", "layer.1.EncDecAttention.o.weight"},
+    {TensorNaming::kT5, Part::kMlpNorm, "ffn_norm.weight", "layer.2.layer_norm.weight"},
+    {TensorNaming::kT5, Part::kGate, "ffn_gate.weight", "layer.2.DenseReluDense.wi_0.weight"},
+    {TensorNaming::kT5, Part::kUp, "ffn_up.weight", "layer.2.DenseReluDense.wi_1.weight"},
+    {TensorNaming::kT5, Part::kPlainUp, "ffn_up.weight", "layer.2.DenseReluDense.wi.weight"},
+    {TensorNaming::kT5, Part::kDown, "ffn_down.weight", "layer.2.DenseReluDense.wo.weight"},
+    {TensorNaming::kT5Encoder, Part::kEmbedding, "", "encoder.embed_tokens.weight"},
+    {TensorNaming::kT5Encoder, Part::kFinalNorm, "enc.output_norm.weight",
+     "encoder.final_layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kAttentionNorm, "attn_norm.weight",
+     "layer.0.layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kQ, "attn_q.weight", "layer.0.SelfAttention.q.weight"},
+    {TensorNaming::kT5Encoder, Part::kK, "attn_k.weight", "layer.0.SelfAttention.k.weight"},
+    {TensorNaming::kT5Encoder, Part::kV, "attn_v.weight", "layer.0.SelfAttention.v.weight"},
+    {TensorNaming::kT5Encoder, Part::kO, "attn_o.weight", "layer.0.SelfAttention.o.weight"},
+    {TensorNaming::kT5Encoder, Part::kRelativeBias, "attn_rel_b.weight",
+     "layer.0.SelfAttention.relative_attention_bias.weight"},
+    {TensorNaming::kT5Encoder, Part::kMlpNorm, "ffn_norm.weight", "layer.1.layer_norm.weight"},
+    {TensorNaming::kT5Encoder, Part::kGate, "ffn_gate.weight",
+     "layer.1.DenseReluDense.wi_0.weight"},
+    {TensorNaming::kT5Encoder, Part::kUp, "ffn_up.weight", "layer.1.DenseReluDense.wi_1.weight"},
+    {TensorNaming::kT5Encoder, Part::kPlainUp, "ffn_up.weight", "layer.1.DenseReluDense.wi.weight"},
+    {TensorNaming::kT5Encoder, Part::kDown, "ffn_down.weight", "layer.1.DenseReluDense.wo.weight"},
 }};
 
 const Names& names_of(Part part) { return kNames[static_cast<std::size_t>(part)]; }
 
-std::string_view hugging_face_name(Part part, TensorNaming naming) {
+std::string_view name_in(Checkpoint::Format format, Part part, TensorNaming naming) {
+  const bool gguf = format == Checkpoint::Format::kGguf;
   for (const OtherName& other : kOtherNames) {
-    if (other.naming == naming && other.part == part) return other.hugging_face;
+    if (other.naming == naming && other.part == part) {
+      return gguf ? other.gguf : other.hugging_face;
+    }
   }
-  return names_of(part).hugging_face;
+  return gguf ? names_of(part).gguf : names_of(part).hugging_face;
+}
+
+// What stands in front of the number of a layer.
+std::string_view layers_of(Checkpoint::Format format, TensorNaming naming) {
+  const bool gguf = format == Checkpoint::Format::kGguf;
+  if (naming == TensorNaming::kT5) return gguf ? "dec.blk" : "decoder.block";
+  if (naming == TensorNaming::kT5Encoder) return gguf ? "enc.blk" : "encoder.block";
+  return gguf ? "blk" : "model.layers";
 }
 
 }  // namespace
 
 std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
                         TensorNaming naming) {
-  const Names& names = names_of(part);
-  if (format == Checkpoint::Format::kGguf) {
-    return names.in_layer ? fmt::format("blk.{}.{}", layer, names.gguf) : std::string(names.gguf);
-  }
-  const std::string_view name = hugging_face_name(part, naming);
-  return names.in_layer ? fmt::format("model.layers.{}.{}", layer, name) : std::string(name);
+  const std::string_view name = name_in(format, part, naming);
+  if (!names_of(part).in_layer || name.empty()) return std::string(name);
+  return fmt::format("{}.{}.{}", layers_of(format, naming), layer, name);
 }
 
 std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
@@ -136,14 +192,20 @@ std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_
   return name.replace(at, kPlace.size(), std::to_string(expert));
 }
 
-std::string weight_name(Part part, std::int64_t layer) {
+std::string weight_name(Part part, std::int64_t layer, TensorNaming naming) {
   const Names& names = names_of(part);
-  return names.in_layer ? fmt::format("layers.{}.{}", layer, names.own) : std::string(names.own);
+  const char* stack = naming == TensorNaming::kT5Encoder ? "encoder." : "";
+  return names.in_layer ? fmt::format("{}layers.{}.{}", stack, layer, names.own)
+                        : fmt::format("{}{}", stack, names.own);
 }
 
 bool is_ignored_tensor(std::string_view name) {
   constexpr std::string_view kRotaryBuffer = ".rotary_emb.inv_freq";
-  return name.ends_with(kRotaryBuffer);
+  // T5 was first written with it, and nothing ever read it.
+  constexpr std::string_view kCrossBias = ".EncDecAttention.relative_attention_bias.weight";
+  constexpr std::string_view kGgufCrossBias = ".cross_attn_rel_b.weight";
+  return name.ends_with(kRotaryBuffer) || name.ends_with(kCrossBias) ||
+         name.ends_with(kGgufCrossBias);
 }
 
 }  // namespace pianola

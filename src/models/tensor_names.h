@@ -80,6 +80,15 @@ enum class Part : std::uint8_t {
   kSsmSkip,
   kSsmNorm,
   kSsmOut,
+  // An encoder, and the layers of a decoder behind one.
+  kSharedEmbedding,  // of both, where kEmbedding has no tensor
+  kRelativeBias,
+  kPlainUp,  // kUp where there is no gate
+  kCrossNorm,
+  kCrossQ,
+  kCrossK,
+  kCrossV,
+  kCrossO,
 };
 
 // The name in a checkpoint; `layer` is not used by parts outside the layers.
@@ -88,8 +97,9 @@ std::string tensor_name(Checkpoint::Format format, Part part, std::int64_t layer
 // Of a part that checkpoints keep in one tensor for each expert.
 std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_t layer,
                                std::int64_t expert);
-// pianola's own name: "embed_tokens", "layers.3.q_proj".
-std::string weight_name(Part part, std::int64_t layer = 0);
+// pianola's own name: "embed_tokens", "layers.3.q_proj", "encoder.layers.3.q_proj".
+std::string weight_name(Part part, std::int64_t layer = 0,
+                        TensorNaming naming = TensorNaming::kCommon);
 
 // Tensors that some files carry and no decoder here needs: derived buffers.
 bool is_ignored_tensor(std::string_view name);

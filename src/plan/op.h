@@ -36,20 +36,25 @@ struct RmsNorm {
 enum class RopeStyle : std::uint8_t {
   kHalf,         // pairs (i, i + dim/2), as Hugging Face and most GGUF files
   kInterleaved,  // pairs (2i, 2i + 1), as GGUF files of the llama family
+  kNone,         // nothing turns
 };
 
 struct Rope {
   WeightId inverse_frequencies;  // [n / 2] constant: the first n ≤ dim elements of a head turn
   RopeStyle style = RopeStyle::kHalf;
   float attention_factor = 1;  // cos and sin are multiplied by it (YaRN)
+
+  bool turns() const { return style != RopeStyle::kNone; }
 };
+inline constexpr Rope kNoRope = {.style = RopeStyle::kNone};
 
 enum class Activation : std::uint8_t {
   kSilu,          // act(g) * u with act(x) = x / (1 + e^-x)
   kGeluTanh,      // act(g) * u with act(x) = 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))
   kClampedSwish,  // g' / (1 + e^(-1.702 g')) * (u' + 1) with g' = min(g, 7), u' = u in [-7, 7]
+  kRelu,          // act(g) * u with act(x) = max(x, 0)
 };
-// "silu", "gelu_tanh", "clamped_swish"
+// "silu", "gelu_tanh", "clamped_swish", "relu"
 const char* activation_name(Activation activation);
 
 // How the scores of a router become the weights of the experts it has chosen. Softmax over all
@@ -97,7 +102,8 @@ struct LinearOp {
 
 // With n = norm(in[t]): q = Wq n + bq, k = Wk n + bk, v = Wv n + bv; an RMS norm over each head of
 // q and k when asked; rope at position[t] on q and k; q_out[t] = q; k and v are stored in the layer
-// cache of the token's row at position[t].
+// cache, in the slot of the token (see CacheHolds) at position[t]. Without q and q_out there are
+// only k and v: an encoder's output for the cross attention of a decoder's layer.
 struct QkvOp {
   BufferId in;  // [T, width]
   RmsNorm norm;
@@ -109,17 +115,28 @@ struct QkvOp {
   BufferId q_out;  // [T, heads * head_dim]
 };
 
-// out[t, h] = softmax(scale * q[t, h] · K) V over positions 0..position[t] of the token's row, or
-// the last `window` of them when the cache has one; kv head of head h is h / (heads / kv_heads).
-// With sinks, e^sinks[h] joins the denominator of the softmax and nothing else. 0 for a masked
-// token.
+// A learned number for each head and bucket of distances, added to scores (T5): near distances have
+// a bucket each, farther ones share them by their logarithm (relative_bias.h).
+struct RelativeBias {
+  WeightId table;                 // [buckets * heads], all heads of a bucket together
+  std::int32_t buckets = 0;       // even, where positions after the token count
+  std::int32_t max_distance = 0;  // from here on there is one bucket
+  bool both_directions = false;   // half of the buckets are for positions after the token
+};
+
+// out[t, h] = softmax(scale * q[t, h] · K + bias) V over positions 0..position[t] of the token's
+// row, or the last `window` of them when the cache has one, or all of the row's input when the
+// cache holds inputs or the step at hand; kv head of head h is h / (heads / kv_heads). With sinks,
+// e^sinks[h] joins the denominator of the softmax and nothing else. 0 for a masked token, and where
+// there is no input.
 struct AttentionOp {
   BufferId q;  // [T, heads * key_dim]
   CacheId cache;
   std::int32_t heads = 0;
   float scale = 0;
   WeightId sinks;  // [heads], optional
-  BufferId out;    // [T, heads * value_dim]
+  std::optional<RelativeBias> bias;
+  BufferId out;  // [T, heads * value_dim]
 };
 
 // out[t, c] = act(sum over j < taps of weight[taps - 1 - j, c] * x[position[t] - j, c] + bias[c]),
@@ -186,11 +203,12 @@ struct GatedNormOp {
 };
 
 // With n = norm(in[t]), g = Wgate n and u = Wup n: out[t] = Wdown (act(g) * u) + residual[t], where
-// the activation says what act(g) * u is. `out` may be `residual`.
+// the activation says what act(g) * u is. Without Wgate: act(u) in its place. `out` may be
+// `residual`.
 struct GatedMlpOp {
   BufferId in;  // [T, width]
   RmsNorm norm;
-  WeightId gate, up;                       // [ff, width]
+  WeightId gate, up;                       // [ff, width]; gate optional
   WeightId down;                           // [width, ff]
   WeightId gate_bias, up_bias, down_bias;  // optional
   Activation activation = Activation::kSilu;

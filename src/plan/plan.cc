@@ -15,7 +15,7 @@ const char* op_name(const Op& op) {
 }
 
 const char* activation_name(Activation activation) {
-  static constexpr std::array kNames = {"silu", "gelu_tanh", "clamped_swish"};
+  static constexpr std::array kNames = {"silu", "gelu_tanh", "clamped_swish", "relu"};
   return kNames[static_cast<std::size_t>(activation)];
 }
 
@@ -32,6 +32,8 @@ const char* step_variant_name(StepVariant variant) {
       return "score";
     case StepVariant::kLogits:
       return "logits";
+    case StepVariant::kEncode:
+      return "encode";
   }
   return "?";
 }

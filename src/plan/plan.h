@@ -17,6 +17,7 @@ enum class StepVariant : std::uint8_t {
   kSample,  // LmHead, Sample, Advance
   kScore,   // Score, Advance
   kLogits,  // LmHead, Advance: the host reads the logits
+  kEncode,  // an encoder over an input: it ends with what it stores, and no row grows
 };
 
 const char* step_variant_name(StepVariant variant);

@@ -32,13 +32,15 @@ class Printer {
                        optional("bias", o.bias));
   }
   std::string operator()(const QkvOp& o) const {
-    std::string text =
-        fmt::format("qkv        {}, cache.{} <- {}  {} q={} k={} v={}", b(o.q_out), o.cache.index,
-                    b(o.in), norm("norm", o.norm), w(o.q), w(o.k), w(o.v));
+    const bool q = o.q.valid();
+    std::string text = fmt::format("qkv        {}cache.{} <- {}  {}{} k={} v={}",
+                                   q ? b(o.q_out) + ", " : "", o.cache.index, b(o.in),
+                                   norm("norm", o.norm), optional("q", o.q), w(o.k), w(o.v));
     text +=
         optional("q_bias", o.q_bias) + optional("k_bias", o.k_bias) + optional("v_bias", o.v_bias);
     if (o.q_norm) text += norm(" q_norm", *o.q_norm);
     if (o.k_norm) text += norm(" k_norm", *o.k_norm);
+    if (!o.rope.turns()) return text;
     text += fmt::format(" rope={}({})", o.rope.style == RopeStyle::kHalf ? "half" : "interleaved",
                         w(o.rope.inverse_frequencies));
     if (o.rope.attention_factor != 1) text += fmt::format("*{:g}", o.rope.attention_factor);
@@ -46,10 +48,17 @@ class Printer {
   }
   std::string operator()(const AttentionOp& o) const {
     const AttentionSpec& kv = caches_.attention[static_cast<std::size_t>(o.cache.index)];
-    return fmt::format("attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}{}",
-                       b(o.out), b(o.q), o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
-                       kv.window > 0 ? fmt::format(" window={}", kv.window) : "",
-                       optional("sinks", o.sinks));
+    std::string text = fmt::format(
+        "attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}{}{}", b(o.out), b(o.q),
+        o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
+        kv.window > 0 ? fmt::format(" window={}", kv.window) : "",
+        kv.holds == CacheHolds::kTokens ? "" : " over the input", optional("sinks", o.sinks));
+    if (o.bias) {
+      text +=
+          fmt::format(" bias={} buckets={}{}..{}", w(o.bias->table),
+                      o.bias->both_directions ? "±" : "", o.bias->buckets, o.bias->max_distance);
+    }
+    return text;
   }
   std::string operator()(const ShortConvOp& o) const {
     return fmt::format("short_conv {}, state.{} <- {}  weight={} taps={}{}{}", b(o.out),
@@ -80,8 +89,8 @@ class Printer {
                        norm("norm", o.norm), o.group, o.gate_first ? " gate first" : "");
   }
   std::string operator()(const GatedMlpOp& o) const {
-    return fmt::format("gated_mlp  {} <- {}{}  {} gate={} up={} down={} act={}{}{}{}", b(o.out),
-                       b(o.in), plus(o.residual), norm("norm", o.norm), w(o.gate), w(o.up),
+    return fmt::format("gated_mlp  {} <- {}{}  {}{} up={} down={} act={}{}{}{}", b(o.out), b(o.in),
+                       plus(o.residual), norm("norm", o.norm), optional("gate", o.gate), w(o.up),
                        w(o.down), activation_name(o.activation), optional("gate_bias", o.gate_bias),
                        optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
   }

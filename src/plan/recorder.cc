@@ -31,8 +31,9 @@ void Recorder::record(const Op& op) {
 }
 
 Plan Recorder::finish() {
-  PIANOLA_CHECK(!plan_.ops.empty() && std::holds_alternative<AdvanceOp>(plan_.ops.back()),
-                "a Plan ends with advance");
+  const bool advances = !plan_.ops.empty() && std::holds_alternative<AdvanceOp>(plan_.ops.back());
+  PIANOLA_CHECK(advances != (plan_.shape.variant == StepVariant::kEncode),
+                "a Plan ends with advance, but for an encoder's");
   return std::exchange(plan_, {});
 }
 
@@ -128,18 +129,22 @@ void Recorder::check(const LinearOp& op) const {
 void Recorder::check(const QkvOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
   const AttentionSpec& kv = cache(op.cache);
-  const std::int64_t q = width(op.q_out, Extent::kTokens);
   expect_norm(op.norm, in);
-  expect_matrix(op.q, q, in);
   expect_matrix(op.k, std::int64_t{kv.kv_heads} * kv.key_dim, in);
   expect_matrix(op.v, std::int64_t{kv.kv_heads} * kv.value_dim, in);
-  expect_optional_vector(op.q_bias, q);
   expect_optional_vector(op.k_bias, std::int64_t{kv.kv_heads} * kv.key_dim);
   expect_optional_vector(op.v_bias, std::int64_t{kv.kv_heads} * kv.value_dim);
   if (op.q_norm) expect_norm(*op.q_norm, kv.key_dim);
   if (op.k_norm) expect_norm(*op.k_norm, kv.key_dim);
-  expect(op.in != op.q_out, "input and output apart");
-  expect(q % kv.key_dim == 0, "whole query heads");
+  expect(op.q.valid() == op.q_out.valid(), "queries with a place to go");
+  if (op.q.valid()) {
+    const std::int64_t q = width(op.q_out, Extent::kTokens);
+    expect_matrix(op.q, q, in);
+    expect_optional_vector(op.q_bias, q);
+    expect(op.in != op.q_out, "input and output apart");
+    expect(q % kv.key_dim == 0, "whole query heads");
+  }
+  if (!op.rope.turns()) return;
   expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
   const std::int64_t pairs = weight(op.rope.inverse_frequencies).cols;
   expect(pairs >= 1 && pairs <= kv.key_dim / 2, "a rope of at most the head");
@@ -149,6 +154,7 @@ void Recorder::check(const QkvOp& op) const {
 void Recorder::check(const AttentionOp& op) const {
   const AttentionSpec& kv = cache(op.cache);
   expect(op.heads > 0 && op.heads % kv.kv_heads == 0, "heads a multiple of kv_heads");
+  expect(kv.window == 0 || kv.holds == CacheHolds::kTokens, "a window over a row's own tokens");
   expect(op.scale > 0, "a positive scale");
   expect(width(op.q, Extent::kTokens) == std::int64_t{op.heads} * kv.key_dim,
          "queries of all heads");
@@ -156,6 +162,14 @@ void Recorder::check(const AttentionOp& op) const {
          "outputs of all heads");
   expect_optional_vector(op.sinks, op.heads);
   expect(op.q != op.out, "input and output apart");
+  if (!op.bias) return;
+  const RelativeBias& bias = *op.bias;
+  expect_vector(bias.table, std::int64_t{bias.buckets} * op.heads);
+  const int one_way = bias.both_directions ? bias.buckets / 2 : bias.buckets;
+  expect(one_way >= 2 && one_way / 2 < bias.max_distance, "buckets for near and far distances");
+  expect(!bias.both_directions || bias.buckets % 2 == 0, "as many buckets either way");
+  expect(bias.both_directions == (kv.holds != CacheHolds::kTokens),
+         "buckets both ways as positions");
 }
 
 void Recorder::check(const ShortConvOp& op) const {
@@ -218,10 +232,15 @@ void Recorder::check(const GatedNormOp& op) const {
 
 void Recorder::check(const GatedMlpOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
-  const std::int64_t ff = weight(op.gate).rows;
+  const std::int64_t ff = weight(op.up).rows;
   const std::int64_t out = width(op.out, Extent::kTokens);
   expect_norm(op.norm, in);
-  expect_matrix(op.gate, ff, in);
+  if (op.gate.valid()) {
+    expect_matrix(op.gate, ff, in);
+  } else {
+    expect(op.activation != Activation::kClampedSwish && !op.gate_bias.valid(),
+           "an activation that needs no gate");
+  }
   expect_matrix(op.up, ff, in);
   expect_matrix(op.down, out, ff);
   expect_optional_vector(op.gate_bias, ff);

@@ -25,7 +25,7 @@ class Recorder {
   // Throws Internal naming the op when a shape does not fit: a mistake in a model's record().
   void record(const Op& op);
 
-  // The last op must be AdvanceOp. The recorder is empty afterwards.
+  // The last op must be AdvanceOp, but of an encoder's step. The recorder is empty afterwards.
   Plan finish();
 
   const StepShape& shape() const { return plan_.shape; }

@@ -47,6 +47,8 @@ struct RowState {
   RowStatus status = RowStatus::kIdle;
   std::int32_t reach = 0;  // the most tokens that layers which forget have held before a rollback
   std::int32_t floor = 0;  // fewer tokens than these cannot be gone back to
+  std::int32_t input_slot = 0;    // of the caches that hold inputs; rows may share one
+  std::int32_t input_length = 0;  // tokens of the input that cross attention reads; 0: none
   SamplingState sampling;
   std::int32_t stop_count = 0;
   TokenId stop_tokens[kMaxStopTokens] = {};

@@ -45,6 +45,7 @@ WeightDecl one_matrix(const WeightDecl& stack) {
 void read_vector(const WeightDecl& decl, const std::byte* source, float* values) {
   dequantize_row(decl.dtype, source, values, static_cast<std::size_t>(decl.cols));
   for (std::int64_t i = 0; decl.offset != 0 && i < decl.cols; ++i) values[i] += decl.offset;
+  for (std::int64_t i = 0; decl.scale != 1 && i < decl.cols; ++i) values[i] *= decl.scale;
 }
 
 }  // namespace pianola

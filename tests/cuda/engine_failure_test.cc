@@ -28,6 +28,19 @@ std::optional<Error> error_of(const std::function<void()>& call) {
   return std::nullopt;
 }
 
+// --- A model without kernels ------------------------------------------------------------------
+
+TEST(CudaEngine, RefusesAnEncoderAtLoad) {
+  for (const char* name : {"gated", "relu"}) {
+    const auto model = CausalModel::open(golden_folder() / "t5" / name / "hf");
+    const std::optional<Error> error =
+        error_of([&] { Engine(model, {.backend = "cuda", .max_seq_len = 64}); });
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code(), ErrorCode::kUnsupported);
+    EXPECT_THAT(error->what(), HasSubstr("attention: a relative position bias has no kernel"));
+  }
+}
+
 // --- A device that is lost ---------------------------------------------------------------------
 
 // All of this runs in a process of its own: a kernel that traps ends the process's use of the GPU.

@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <random>
 #include <string>
 #include <tuple>
@@ -156,9 +157,16 @@ std::vector<float> random_floats(std::size_t n, unsigned seed, float scale = 1.0
 struct Step {
   std::vector<std::int32_t> positions;
   std::vector<std::int32_t> slots;
-  std::vector<float> queries;  // [tokens, heads, head_dim]
-  std::vector<float> sinks;    // [heads], or none
+  std::vector<float> queries;           // [tokens, heads, head_dim]
+  std::vector<float> sinks;             // [heads], or none
+  std::vector<std::int32_t> ends = {};  // of each token's positions, or none
+  std::vector<float> bias = {};         // [offsets -kReach..kReach, heads], or none
 
+  static constexpr int kReach = 90;
+  int end(int t) const {
+    const auto i = static_cast<std::size_t>(t);
+    return ends.empty() ? positions[i] + 1 : ends[i];
+  }
   int tokens() const { return static_cast<int>(positions.size()); }
 };
 
@@ -180,6 +188,10 @@ std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int worker
   args.output = output.data();
   args.output_stride = width + 8;
   args.sinks = step.sinks.empty() ? nullptr : step.sinks.data();
+  args.ends = step.ends.empty() ? nullptr : step.ends.data();
+  std::vector<std::int32_t> buckets(2 * Step::kReach + 1);  // a bucket for each offset
+  std::iota(buckets.begin(), buckets.end(), 0);
+  if (!step.bias.empty()) args.bias = {step.bias.data(), buckets.data(), Step::kReach};
   const std::size_t bytes = attention_scratch_bytes(args.cache, s.heads, step.tokens(), workers);
   Aligned<std::byte> scratch(bytes + 64);
   std::memset(scratch.get(), 0xFF, bytes + 64);
@@ -235,7 +247,11 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
   }
   std::vector<double> output;
   for (int t = 0; t < step.tokens(); ++t) {
-    const int length = step.positions[static_cast<std::size_t>(t)] + 1;
+    const int length = step.end(t);
+    if (length <= 0) {
+      output.insert(output.end(), product({s.heads, s.head_dim}), 0.0);
+      continue;
+    }
     const int slot = step.slots[static_cast<std::size_t>(t)];
     for (int h = 0; h < s.heads; ++h) {
       const float* q = step.queries.data() + (t * s.heads + h) * s.head_dim;
@@ -246,8 +262,14 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
         const double* key = keys.data() + cache.index(slot, p, h / group);
         double sum = 0;
         for (int d = 0; d < s.head_dim; ++d) sum += static_cast<double>(q[d]) * key[d];
-        scores[static_cast<std::size_t>(p)] = sum * scale;
-        top = std::max(top, sum * scale);
+        double& score = scores[static_cast<std::size_t>(p)];
+        score = sum * scale;
+        if (!step.bias.empty()) {
+          const int offset = std::clamp(p - step.positions[static_cast<std::size_t>(t)],
+                                        -Step::kReach, Step::kReach);
+          score += step.bias[static_cast<std::size_t>((offset + Step::kReach) * s.heads + h)];
+        }
+        top = std::max(top, score);
       }
       double total = 0;
       if (!step.sinks.empty()) {
@@ -421,6 +443,67 @@ TEST_P(Attention, SinksJoinTheDenominatorAndNothingElse) {
         const std::vector<float> none = run(cache, step, GetParam(), 2);
         ASSERT_TRUE(same_bits(none.data(), without.data(), static_cast<int>(want.size())));
       }
+    }
+  }
+}
+
+// A number by offset and head, on positions before the token and behind it, in one split and in
+// many, with rows few and many.
+TEST_P(Attention, ABiasIsAddedToScores) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kI8}) {
+    const Cache cache({.heads = 6, .kv_heads = 3, .capacity = 640, .dtype = dtype});
+    const std::vector<float> bias =
+        random_floats(product({2 * Step::kReach + 1, cache.shape.heads}), 91, 2.0F);
+    for (const int length : {1, 2, 64, 65, 300, 640}) {
+      fill(cache, 0, length, GetParam(), static_cast<unsigned>(length));
+      for (const int tokens : {1, 2, std::min(length, 40)}) {
+        if (tokens > length) continue;
+        Step step = tail_step(cache, 0, length, tokens, 7);
+        step.bias = bias;
+        for (const bool both : {false, true}) {
+          if (both) step.ends.assign(static_cast<std::size_t>(tokens), length);
+          const std::vector<float> want = run(cache, step, GetParam(), 1);
+          expect_near(want, reference(cache, step), "length " + std::to_string(length));
+          for (const int workers : {2, 5}) {
+            const std::vector<float> got = run(cache, step, GetParam(), workers);
+            ASSERT_TRUE(same_bits(got.data(), want.data(), static_cast<int>(want.size())))
+                << length << ' ' << tokens << ' ' << workers;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Tokens of several slots, each with an end of its own whatever its position is; two lanes of one
+// slot stand together. Behind the ends there is NaN.
+TEST_P(Attention, PositionsEndWhereTheEndsSay) {
+  const Cache cache({.heads = 4, .kv_heads = 2, .capacity = 384, .slots = 2});
+  const int lengths[] = {70, 300};
+  for (int slot = 0; slot < 2; ++slot) {
+    for (int p = 0; p < 384; ++p) {
+      for (int h = 0; h < 2; ++h) cache.poison(slot, p, h);
+    }
+    fill(cache, slot, lengths[slot], GetParam(), static_cast<unsigned>(slot) + 3);
+  }
+  Step step;
+  step.slots = {1, 1, 1, 0, 0, 1, 0};
+  step.positions = {0, 1, 500, 7, 3, -1, 9};
+  step.ends = {300, 300, 300, 70, 70, 0, 0};
+  step.queries = random_floats(product({7, 4, cache.shape.head_dim}), 5, 2.0F);
+  const std::vector<float> want = run(cache, step, GetParam(), 1);
+  expect_near(want, reference(cache, step), "ends");
+  const int width = 4 * cache.shape.head_dim;
+  for (int t = 0; t < step.tokens(); ++t) {
+    const auto i = static_cast<std::size_t>(t);
+    const Step one{{step.positions[i]},
+                   {step.slots[i]},
+                   {step.queries.begin() + t * width, step.queries.begin() + (t + 1) * width},
+                   {},
+                   {step.ends[i]}};
+    for (const int workers : {1, 3}) {
+      const std::vector<float> got = run(cache, one, GetParam(), workers);
+      EXPECT_TRUE(same_bits(got.data(), want.data() + t * width, width)) << t;
     }
   }
 }

@@ -129,6 +129,27 @@ TEST_P(ElementwiseKernels, AddScaledAndClampedGate) {
   EXPECT_EQ(y[7], 0.0F);
 }
 
+TEST_P(ElementwiseKernels, ReluGate) {
+  for (const int n : kLengths) {
+    Guarded x(n, static_cast<unsigned>(n), 4.0F);
+    Guarded y(n, 5);
+    Guarded gated = x;
+    f_.gate_relu(gated.data(), y.data(), n, gated.data());
+    for (int i = 0; i < n; ++i) {
+      const double want = std::max<double>(x.at(i), 0.0) * y.at(i);
+      ASSERT_NEAR(gated.at(i), want, std::abs(want) * 1e-7);
+    }
+  }
+  float g[] = {kNan, -1.0F, kInf, -kInf, 0.0F};
+  float u[] = {1.0F, kNan, 1.0F, 1.0F, 3.0F};
+  float y[5];
+  f_.gate_relu(g, u, 5, y);
+  EXPECT_TRUE(std::isnan(y[0]) && std::isnan(y[1]));
+  EXPECT_EQ(y[2], kInf);
+  EXPECT_EQ(y[3], 0.0F);
+  EXPECT_EQ(y[4], 0.0F);
+}
+
 TEST_P(ElementwiseKernels, AddAndGate) {
   for (const int n : kLengths) {
     Guarded x(n, static_cast<unsigned>(n), 4.0F);

@@ -22,6 +22,8 @@ std::string file_of(const std::string& family) {
   if (family == "qwen3_moe") return "qwen3_moe/some/hf";
   if (family == "qwen3_next") return "qwen3_next/experts/hf";
   if (family == "qwen3_5" || family == "bamba") return family + "/hybrid/hf";
+  if (family == "t5") return "t5/gated/hf";
+  if (family == "t5_relu") return "t5/relu/hf";
   return family + "/tied/q8_0.gguf";
 }
 
@@ -31,8 +33,11 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
   const std::string family = GetParam();
   const auto path = golden_folder() / file_of(family);
   const auto model = CausalModel::open(path);
-  const std::string text =
-      Engine::plan_text(*model, {.backend = "reference", .max_seq_len = 64}, "tokens=1 ");
+  EngineOptions options{.backend = "reference", .max_seq_len = 64};
+  const bool encodes = model->config().encoder.num_layers > 0;
+  if (encodes) options.max_input_len = 64;
+  std::string text = Engine::plan_text(*model, options, "tokens=1 ");
+  if (encodes) text += Engine::plan_text(*model, options, " encode");
   const auto golden =
       std::filesystem::path(PIANOLA_SOURCE_DIR) / "tests/plan/golden" / (family + ".txt");
   if (std::getenv("PIANOLA_UPDATE_GOLDEN")) {
@@ -46,12 +51,14 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
   EXPECT_EQ(text.find("delta_rule") != std::string::npos,
             family == "qwen3_next" || family == "qwen3_5");
   EXPECT_EQ(text.find("ssm  ") != std::string::npos, family == "bamba");
+  EXPECT_EQ(text.find("over the input") != std::string::npos, encodes);
+  EXPECT_EQ(text.find("rope=") == std::string::npos, encodes);
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, PlanGoldenTest,
                          testing::Values("llama", "mistral", "qwen2", "qwen3", "gpt_oss",
-                                         "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5",
-                                         "bamba"));
+                                         "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "bamba",
+                                         "t5", "t5_relu"));
 
 }  // namespace
 }  // namespace pianola

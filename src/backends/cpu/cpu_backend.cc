@@ -124,7 +124,8 @@ void CpuBackend::check(const Plan& plan, const PlanTables& tables) const {
     const AttentionSpec& kv =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
     if (kv.key_dim != kv.value_dim ||
-        !attention_supported(tables.cache_shape.dtype, attention->heads, kv.kv_heads, kv.key_dim)) {
+        !attention_supported(tables.cache_shape.type_of(kv), attention->heads, kv.kv_heads,
+                             kv.key_dim)) {
       fail(ErrorCode::kUnsupported,
            "cpu backend: attention of layer {}: {} heads on {} with widths {} and {} in {} has no "
            "kernel (the widths must be equal, a multiple of 8 and at most 512)",

@@ -4,12 +4,26 @@
 #include <cmath>
 #include <cstring>
 
+#include "backends/cache_reach.h"
 #include "backends/cpu/kernels/rope.h"
 #include "backends/reference/ops.h"
 #include "base/check.h"
+#include "plan/relative_bias.h"
 #include "tensor/quant_format.h"
 
 namespace pianola::cpu {
+namespace {
+
+// The bucket of every offset up to the distance from which on there is one.
+std::vector<std::int32_t> bucket_table(const RelativeBias& bias) {
+  std::vector<std::int32_t> buckets;
+  for (int offset = -bias.max_distance; offset <= bias.max_distance; ++offset) {
+    buckets.push_back(relative_bucket(bias, offset));
+  }
+  return buckets;
+}
+
+}  // namespace
 
 CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, ThreadPool& pool)
     : bound_(plan, binding),
@@ -25,9 +39,14 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
       widest_ = std::max(widest_, static_cast<int>(weight.decl->cols));
     }
   }
+  for (const LayerCacheView& cache : binding.caches) {
+    has_inputs_ = has_inputs_ || cache.holds != CacheHolds::kTokens;
+  }
   for (const Op& op : plan.ops) {
+    const auto* attention = std::get_if<AttentionOp>(&op);
+    if (attention && attention->bias) buckets_[attention] = bucket_table(*attention->bias);
     const auto* qkv = std::get_if<QkvOp>(&op);
-    if (!qkv) continue;
+    if (!qkv || !qkv->rope.turns()) continue;
     if (rope_index(qkv->rope) == static_cast<int>(ropes_.size())) ropes_.push_back(&qkv->rope);
   }
 }
@@ -69,6 +88,9 @@ void CpuProgram::begin_step(Worker w) {
   const Range range = share(tokens(), w);
   for (int t = range.begin; t < range.end; ++t) {
     scratch<std::int32_t>(layout_.slots)[t] = s.row_of[s.lane_of[t]];
+    if (!has_inputs_) continue;
+    scratch<std::int32_t>(layout_.input_slots)[t] = slot_of(s, CacheHolds::kInput, t);
+    scratch<std::int32_t>(layout_.input_ends)[t] = end_of(s, CacheHolds::kInput, t);
   }
   if (range.begin == range.end) return;
   for (const Rope* rope : ropes_) {
@@ -171,6 +193,8 @@ CpuProgram::Gate CpuProgram::gate_of(Activation activation) const {
       return f_.gate_gelu;
     case Activation::kClampedSwish:
       return f_.gate_clamped;
+    case Activation::kRelu:
+      return f_.gate_relu;
   }
   PIANOLA_CHECK(false, "activation {}", static_cast<int>(activation));
 }
@@ -219,18 +243,21 @@ void CpuProgram::execute(const LinearOp& op, Worker w) {
 
 void CpuProgram::execute(const GatedMlpOp& op, Worker w) {
   const std::int64_t cols = bound_.width(op.in);
-  const int ff = static_cast<int>(bound_.weight(op.gate).decl->rows);
+  const int ff = static_cast<int>(bound_.weight(op.up).decl->rows);
   const float* in = bound_.buffer(op.in);
   float* gate = scratch<float>(layout_.gate);
   float* up = scratch<float>(layout_.up);
+  const bool gated = op.gate.valid();
+  const WeightId first = gated ? op.gate : op.up;
   const Prepared x = prepare(w, tokens(), static_cast<int>(cols),
-                             [&](int t) { return in + t * cols; }, &op.norm, {op.gate, op.up});
-  project(w, op.gate, op.gate_bias, x, nullptr, gate);
-  project(w, op.up, op.up_bias, x, nullptr, up);
+                             [&](int t) { return in + t * cols; }, &op.norm, {first, op.up});
+  project(w, first, gated ? op.gate_bias : op.up_bias, x, nullptr, gate);
+  if (gated) project(w, op.up, op.up_bias, x, nullptr, up);
   const RowRange own = worker_rows(ff, w.index, w.count);
   const auto activate = gate_of(op.activation);
   for (int t = 0; t < tokens() && own.begin < own.end; ++t) {
     const std::int64_t at = std::int64_t{t} * ff + own.begin;
+    if (!gated) std::fill(up + at, up + at + own.end - own.begin, 1.0F);
     activate(gate + at, up + at, own.end - own.begin, gate + at);
   }
   pool_.barrier();
@@ -275,19 +302,33 @@ KvCache CpuProgram::kv_cache(CacheId id) const {
           view.kv_heads, view.key_dim, view.window};
 }
 
+const std::int32_t* CpuProgram::slots_of(CacheId id) const {
+  switch (bound_.cache(id).holds) {
+    case CacheHolds::kTokens:
+      return scratch<std::int32_t>(layout_.slots);
+    case CacheHolds::kInput:
+      return scratch<std::int32_t>(layout_.input_slots);
+    case CacheHolds::kStep:
+      return bound_.state().lane_of;
+  }
+  PIANOLA_CHECK(false, "a cache of no kind");
+}
+
 void CpuProgram::execute(const QkvOp& op, Worker w) {
   const std::int64_t cols = bound_.width(op.in);
   const float* in = bound_.buffer(op.in);
-  const Prepared x = prepare(w, tokens(), static_cast<int>(cols),
-                             [&](int t) { return in + t * cols; }, &op.norm, {op.q, op.k, op.v});
+  const Prepared x =
+      prepare(w, tokens(), static_cast<int>(cols), [&](int t) { return in + t * cols; }, &op.norm,
+              {op.q.valid() ? op.q : op.k, op.k, op.v});
   // The rows of q, k and v, one after the other, are shared out as those of one matrix.
   struct Part {
     WeightId weight;
     float* out;
   };
-  const std::array<Part, 3> parts = {{{op.q, bound_.buffer(op.q_out)},
-                                      {op.k, scratch<float>(layout_.keys)},
-                                      {op.v, scratch<float>(layout_.values)}}};
+  const std::array<Part, 3> all = {{{op.q, op.q.valid() ? bound_.buffer(op.q_out) : nullptr},
+                                    {op.k, scratch<float>(layout_.keys)},
+                                    {op.v, scratch<float>(layout_.values)}}};
+  const std::span<const Part> parts = std::span(all).subspan(op.q.valid() ? 0 : 1);
   int panels = 0;
   for (const Part& part : parts) {
     panels += (packed(part.weight).rows + kPanelRows - 1) / kPanelRows;
@@ -314,7 +355,7 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
             .cache = cache,
             .tokens = range.end - range.begin,
             .positions = s.position + range.begin,
-            .slots = scratch<std::int32_t>(layout_.slots) + range.begin,
+            .slots = slots_of(op.cache) + range.begin,
             .keys = scratch<float>(layout_.keys) + range.begin * stride,
             .values = scratch<float>(layout_.values) + range.begin * stride,
             .stride = stride},
@@ -326,7 +367,9 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
 void CpuProgram::finish_heads(const QkvOp& op, Range range) {
   const LayerCacheView& cache = bound_.cache(op.cache);
   const int dim = cache.key_dim;
-  const int half = static_cast<int>(bound_.weight(op.rope.inverse_frequencies).decl->cols);
+  const bool turns = op.rope.turns();
+  const int half =
+      turns ? static_cast<int>(bound_.weight(op.rope.inverse_frequencies).decl->cols) : 0;
   struct Part {
     float* x;
     int width;
@@ -334,18 +377,21 @@ void CpuProgram::finish_heads(const QkvOp& op, Range range) {
     const std::optional<RmsNorm>* norm;
     bool rotate;
   };
-  const int q_width = static_cast<int>(bound_.width(op.q_out));
+  const bool has_q = op.q.valid();
+  const int q_width = has_q ? static_cast<int>(bound_.width(op.q_out)) : 0;
   const int kv_width = cache.kv_heads * dim;
   const std::optional<RmsNorm> no_norm;
   const std::array<Part, 3> parts = {
-      {{bound_.buffer(op.q_out), q_width, bound_.vector(op.q_bias), &op.q_norm, true},
-       {scratch<float>(layout_.keys), kv_width, bound_.vector(op.k_bias), &op.k_norm, true},
+      {{has_q ? bound_.buffer(op.q_out) : nullptr, q_width, bound_.vector(op.q_bias), &op.q_norm,
+        turns},
+       {scratch<float>(layout_.keys), kv_width, bound_.vector(op.k_bias), &op.k_norm, turns},
        {scratch<float>(layout_.values), kv_width, bound_.vector(op.v_bias), &no_norm, false}}};
   const auto rotate = op.rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
-  const float* table = rope_rows(op.rope);
+  const float* table = turns ? rope_rows(op.rope) : nullptr;
   for (int t = range.begin; t < range.end; ++t) {
     const float* cosines = table + std::int64_t{t} * 2 * half;
     for (const Part& part : parts) {
+      if (part.width == 0) continue;
       float* x = part.x + std::int64_t{t} * part.width;
       if (part.bias) f_.add(part.bias, part.width, x);
       if (*part.norm) {
@@ -359,18 +405,25 @@ void CpuProgram::finish_heads(const QkvOp& op, Range range) {
 }
 
 AttentionArgs CpuProgram::attention_args(const AttentionOp& op) const {
+  const bool over_input = bound_.cache(op.cache).holds != CacheHolds::kTokens;
+  AttentionBias bias;
+  if (op.bias) {
+    bias = {bound_.vector(op.bias->table), buckets_.at(&op).data(), op.bias->max_distance};
+  }
   return {.isa = isa_,
           .cache = kv_cache(op.cache),
           .tokens = tokens(),
           .heads = op.heads,
           .scale = op.scale,
           .positions = bound_.state().position,
-          .slots = scratch<std::int32_t>(layout_.slots),
+          .slots = slots_of(op.cache),
           .queries = bound_.buffer(op.q),
           .query_stride = bound_.width(op.q),
           .output = bound_.buffer(op.out),
           .output_stride = bound_.width(op.out),
-          .sinks = bound_.vector(op.sinks)};
+          .sinks = bound_.vector(op.sinks),
+          .ends = over_input ? scratch<std::int32_t>(layout_.input_ends) : nullptr,
+          .bias = bias};
 }
 
 void CpuProgram::execute(const AttentionOp& op, Worker w) {

@@ -2,6 +2,9 @@
 // the others at a barrier where one op's output is another worker's input.
 #pragma once
 
+#include <map>
+#include <vector>
+
 #include "backends/backend.h"
 #include "backends/cpu/cpu_scratch.h"
 #include "backends/cpu/expert_groups.h"
@@ -99,6 +102,8 @@ class CpuProgram final : public Program {
   PackedWeight packed(WeightId id, int expert = 0) const;
   Gate gate_of(Activation activation) const;
   KvCache kv_cache(CacheId id) const;
+  // [T] the slot of each token in a cache.
+  const std::int32_t* slots_of(CacheId id) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
   int tokens() const { return bound_.state().counts->tokens; }
   template <typename T>
@@ -116,6 +121,9 @@ class CpuProgram final : public Program {
   CpuScratch layout_;
   int widest_ = 0;                  // floats of one row of `normed`
   std::vector<const Rope*> ropes_;  // of different frequencies: a table each
+  bool has_inputs_ = false;         // some cache is not of the rows' own tokens
+  // By op of the Plan that has a relative bias: the bucket of each offset.
+  std::map<const AttentionOp*, std::vector<std::int32_t>> buckets_;
 };
 
 }  // namespace pianola::cpu

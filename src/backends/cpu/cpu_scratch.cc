@@ -72,17 +72,18 @@ struct Needs {
   void operator()(const NormOp&) {}
   void operator()(const LinearOp& op) { matrix(op.weight); }
   void operator()(const QkvOp& op) {
-    matrix(op.q);
+    if (op.q.valid()) matrix(op.q);
     matrix(op.k);
     matrix(op.v);
     kv_width = std::max({kv_width, decl(op.k).rows, decl(op.v).rows});
+    if (!op.rope.turns()) return;
     rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
     ropes.insert(op.rope.inverse_frequencies.index);
   }
   void operator()(const AttentionOp& op) {
     const AttentionSpec& kv = tables.caches.attention[static_cast<std::size_t>(op.cache.index)];
-    const KvCache cache{.dtype = tables.cache_shape.dtype,
-                        .capacity = tables.cache_shape.capacity,
+    const KvCache cache{.dtype = tables.cache_shape.type_of(kv),
+                        .capacity = tables.cache_shape.positions(kv),
                         .kv_heads = kv.kv_heads,
                         .head_dim = kv.key_dim,
                         .window = kv.window};
@@ -100,10 +101,10 @@ struct Needs {
   void operator()(const GateOp&) {}
   void operator()(const GatedNormOp&) {}
   void operator()(const GatedMlpOp& op) {
-    matrix(op.gate);
+    if (op.gate.valid()) matrix(op.gate);
     matrix(op.up);
     matrix(op.down);
-    hidden = std::max(hidden, tokens() * decl(op.gate).rows);
+    hidden = std::max(hidden, tokens() * decl(op.up).rows);
   }
   void operator()(const RouteOp& op) {
     matrix(op.weight);
@@ -144,7 +145,9 @@ CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa,
   };
   CpuScratch s;
   Arena arena;
-  s.slots = arena.reserve(tokens * sizeof(std::int32_t));
+  for (std::size_t* table : {&s.slots, &s.input_slots, &s.input_ends}) {
+    *table = arena.reserve(tokens * sizeof(std::int32_t));
+  }
   s.rope_bytes = aligned(tokens * 2 * floats(needs.rope_half));
   s.rope = arena.reserve(needs.ropes.size() * s.rope_bytes);
   s.normed = arena.reserve(std::max(tokens, kOwnTokens * count) * floats(needs.widest_input));

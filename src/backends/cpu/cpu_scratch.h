@@ -19,8 +19,10 @@ inline constexpr int kOwnTokens = 2;
 
 // Byte offsets into the scratch.
 struct CpuScratch {
-  std::size_t slots = 0;  // [T] int32: cache slot of each token
-  std::size_t rope = 0;   // [T, 2, half] for each kind of rope
+  std::size_t slots = 0;        // [T] int32: cache slot of each token
+  std::size_t input_slots = 0;  // [T] int32: where the input of its row is
+  std::size_t input_ends = 0;   // [T] int32: and how long; 0 for padding
+  std::size_t rope = 0;         // [T, 2, half] for each kind of rope
   std::size_t rope_bytes = 0;
   std::size_t normed = 0;  // [max(T, kOwnTokens * workers), widest]
   std::size_t activations =

@@ -2,8 +2,10 @@
 #include <cmath>
 #include <limits>
 
+#include "backends/cache_reach.h"
 #include "backends/reference/ops.h"
 #include "base/check.h"
+#include "plan/relative_bias.h"
 #include "tensor/fp8.h"
 #include "tensor/half.h"
 
@@ -42,7 +44,7 @@ void project(const BoundPlan& bound, WeightId weight_id, WeightId bias_id, const
     if (norm) {
       rms_norm({head, static_cast<std::size_t>(dim)}, bound.vector(norm->weight), norm->eps, head);
     }
-    if (rope) {
+    if (rope && rope->turns()) {
       const BoundWeight& frequencies = bound.weight(rope->inverse_frequencies);
       rotate(head, static_cast<int>(2 * frequencies.decl->cols), position, frequencies.f32(),
              *rope);
@@ -83,6 +85,12 @@ const float* widened(const LayerCacheView& cache, const StoredHead& head, int di
   if (cache.dtype == DType::kF32) return reinterpret_cast<const float*>(head.elements);
   load_head(cache.dtype, head.elements, head.scale, dim, buffer);
   return buffer;
+}
+
+// What a position `offset` from the token adds to its score.
+float bias_of(const BoundPlan& bound, const AttentionOp& op, std::int32_t offset, int head) {
+  const int bucket = relative_bucket(*op.bias, offset);
+  return bound.vector(op.bias->table)[bucket * op.heads + head];
 }
 
 // The largest magnitude / 127. NaN where the head is not finite: an infinity has no neighbour to be
@@ -154,26 +162,28 @@ void run(const QkvOp& op, const BoundPlan& bound) {
   const StepState& s = bound.state();
   const LayerCacheView& cache = bound.cache(op.cache);
   const std::int64_t in = bound.width(op.in);
-  const std::int64_t q_width = bound.width(op.q_out);
+  const std::int64_t q_width = op.q.valid() ? bound.width(op.q_out) : 0;
   auto* normed = reinterpret_cast<float*>(bound.scratch());
   float* k = normed + in;
   float* v = k + std::int64_t{cache.kv_heads} * cache.key_dim;
   for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
     const std::int32_t position = s.position[t];
-    float* q = bound.buffer(op.q_out) + t * q_width;
+    float* q = op.q.valid() ? bound.buffer(op.q_out) + t * q_width : nullptr;
     if (position < 0) {
       std::fill_n(q, q_width, 0.0F);
       continue;
     }
     rms_norm({bound.buffer(op.in) + t * in, static_cast<std::size_t>(in)},
              bound.vector(op.norm.weight), op.norm.eps, normed);
-    project(bound, op.q, op.q_bias, normed, op.q_norm, &op.rope, cache.key_dim, position, q);
+    if (q) {
+      project(bound, op.q, op.q_bias, normed, op.q_norm, &op.rope, cache.key_dim, position, q);
+    }
     project(bound, op.k, op.k_bias, normed, op.k_norm, &op.rope, cache.key_dim, position, k);
     project(bound, op.v, op.v_bias, normed, std::nullopt, nullptr, cache.value_dim, position, v);
-    const std::int32_t row = s.row_of[s.lane_of[t]];
+    const std::int32_t slot = slot_of(s, cache.holds, t);
     const std::int32_t place = position % cache.capacity;
-    store_heads(cache, cache.key_slot(row), place, cache.key_dim, k);
-    store_heads(cache, cache.value_slot(row), place, cache.value_dim, v);
+    store_heads(cache, cache.key_slot(slot), place, cache.key_dim, k);
+    store_heads(cache, cache.value_slot(slot), place, cache.value_dim, v);
   }
 }
 
@@ -189,18 +199,21 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
     float* out = bound.buffer(op.out) + t * bound.width(op.out);
     std::fill_n(out, bound.width(op.out), 0.0F);
     const std::int32_t position = s.position[t];
-    if (position < 0) continue;
+    const std::int32_t end = end_of(s, cache.holds, t);
+    if (end <= 0) continue;
     const std::int32_t first = window_begin(position, cache.window);
-    const std::int32_t row = s.row_of[s.lane_of[t]];
+    const std::int32_t slot = slot_of(s, cache.holds, t);
     for (int h = 0; h < op.heads; ++h) {
       const float* q = bound.buffer(op.q) + t * bound.width(op.q) + h * cache.key_dim;
       double max = -std::numeric_limits<double>::infinity();
-      for (std::int32_t p = first; p <= position; ++p) {
+      for (std::int32_t p = first; p < end; ++p) {
         const StoredHead stored =
-            stored_head(cache, cache.key_slot(row), cache.key_dim, p % cache.capacity, h / group);
+            stored_head(cache, cache.key_slot(slot), cache.key_dim, p % cache.capacity, h / group);
         const float* key = widened(cache, stored, cache.key_dim, buffer);
         float& score = scores[p - first];
-        score = static_cast<float>(dot(q, key, cache.key_dim) * op.scale);
+        double sum = dot(q, key, cache.key_dim) * op.scale;
+        if (op.bias) sum += bias_of(bound, op, p - position, h);
+        score = static_cast<float>(sum);
         max = std::max(max, static_cast<double>(score));
       }
       double total = 0;
@@ -208,14 +221,14 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
         max = std::max(max, static_cast<double>(sinks[h]));
         total = std::exp(sinks[h] - max);
       }
-      for (std::int32_t p = first; p <= position; ++p) {
+      for (std::int32_t p = first; p < end; ++p) {
         const double weight = std::exp(scores[p - first] - max);
         scores[p - first] = static_cast<float>(weight);
         total += weight;
       }
       std::fill_n(sums, cache.value_dim, 0.0);
-      for (std::int32_t p = first; p <= position; ++p) {
-        const StoredHead stored = stored_head(cache, cache.value_slot(row), cache.value_dim,
+      for (std::int32_t p = first; p < end; ++p) {
+        const StoredHead stored = stored_head(cache, cache.value_slot(slot), cache.value_dim,
                                               p % cache.capacity, h / group);
         const float* value = widened(cache, stored, cache.value_dim, buffer);
         const double weight = scores[p - first];

@@ -43,6 +43,8 @@ float gated(Activation activation, float gate, float up) {
       const double u = std::sqrt(2.0 / M_PI) * (g + 0.044715 * g * g * g);
       return static_cast<float>(0.5 * g * (1.0 + std::tanh(u)) * up);
     }
+    case Activation::kRelu:
+      return g < 0 ? 0 * up : gate * up;  // a NaN passes
     case Activation::kClampedSwish: {
       // Comparisons that let a NaN through.
       constexpr double kLimit = 7.0;
@@ -122,16 +124,20 @@ void run(const LinearOp& op, const BoundPlan& bound) {
 void run(const GatedMlpOp& op, const BoundPlan& bound) {
   const std::int64_t in = bound.width(op.in);
   const std::int64_t out = bound.width(op.out);
-  const std::int64_t ff = bound.weight(op.gate).decl->rows;
+  const std::int64_t ff = bound.weight(op.up).decl->rows;
   auto* normed = reinterpret_cast<float*>(bound.scratch());
   float* gate = normed + in;
   float* up = gate + ff;
   for (std::int32_t t = 0; t < bound.state().counts->tokens; ++t) {
     rms_norm({bound.buffer(op.in) + t * in, static_cast<std::size_t>(in)},
              bound.vector(op.norm.weight), op.norm.eps, normed);
-    matvec(bound.weight(op.gate), bound.vector(op.gate_bias), normed, nullptr, gate);
     matvec(bound.weight(op.up), bound.vector(op.up_bias), normed, nullptr, up);
-    for (std::int64_t i = 0; i < ff; ++i) gate[i] = gated(op.activation, gate[i], up[i]);
+    if (op.gate.valid()) {
+      matvec(bound.weight(op.gate), bound.vector(op.gate_bias), normed, nullptr, gate);
+      for (std::int64_t i = 0; i < ff; ++i) gate[i] = gated(op.activation, gate[i], up[i]);
+    } else {
+      for (std::int64_t i = 0; i < ff; ++i) gate[i] = gated(op.activation, up[i], 1.0F);
+    }
     matvec(bound.weight(op.down), bound.vector(op.down_bias), gate,
            op.residual.valid() ? bound.buffer(op.residual) + t * out : nullptr,
            bound.buffer(op.out) + t * out);
@@ -176,7 +182,7 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
     const AttentionSpec& cache =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
     bytes = static_cast<std::size_t>(cache.value_dim) * sizeof(double);
-    floats = tables.cache_shape.capacity + std::max(cache.key_dim, cache.value_dim);
+    floats = tables.cache_shape.positions(cache) + std::max(cache.key_dim, cache.value_dim);
   } else if (const auto* norm = std::get_if<NormOp>(&op)) {
     floats = norm->residual.valid() ? plan.buffer(norm->in).width : 0;
   } else if (const auto* linear = std::get_if<LinearOp>(&op)) {
@@ -188,7 +194,7 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
   } else if (const auto* gated = std::get_if<GatedNormOp>(&op)) {
     floats = gated->group;
   } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
-    floats = plan.buffer(mlp->in).width + 2 * weight(mlp->gate).rows;
+    floats = plan.buffer(mlp->in).width + 2 * weight(mlp->up).rows;
   } else if (const auto* route = std::get_if<RouteOp>(&op)) {
     floats = plan.buffer(route->in).width + weight(route->weight).rows;
   } else if (const auto* experts = std::get_if<ExpertsOp>(&op)) {

@@ -106,6 +106,42 @@ TEST(CacheLayout, AWindowBeginsWhereItShould) {
   EXPECT_EQ(window_begin(9, 1), 9);
 }
 
+// Inputs are as long as they may be, in as many slots as rows; the encoder's step has one, in f32.
+// Neither says how far a row goes back.
+TEST(CacheLayout, InputsHaveALengthOfTheirOwn) {
+  const std::vector<AttentionSpec> layers = {
+      {2, 16, 16}, {2, 16, 16, 0, CacheHolds::kInput}, {2, 16, 8, 0, CacheHolds::kStep}};
+  const CacheLayout layout(layers, {.max_seq_len = 4096, .slots = 3, .max_input_len = 100});
+  EXPECT_EQ(layout.capacity(0), 4096);
+  EXPECT_EQ(layout.capacity(1), 128);
+  EXPECT_EQ(layout.capacity(2), 128);
+  EXPECT_EQ(layout.slots(1), 3);
+  EXPECT_EQ(layout.slots(2), 1);
+  EXPECT_EQ(layout.key_bytes(1), 128U * 2 * 16 * 2);
+  EXPECT_EQ(layout.key_bytes(2), 128U * 2 * 16 * 4);
+  const std::size_t step = layout.key_bytes(2) + layout.value_bytes(2);
+  EXPECT_EQ(layout.bytes_per_slot(),
+            2 * layout.key_bytes(0) + 2 * layout.key_bytes(1));  // values are as wide
+  EXPECT_EQ(layout.bytes_per_input(), 2 * layout.key_bytes(1));
+  EXPECT_EQ(layout.total_bytes(), 3 * layout.bytes_per_slot() + step);
+  EXPECT_EQ(layout.least_kept_by_windows(4000), 0);
+  EXPECT_EQ(layout.most_ahead(), 4096);
+  EXPECT_EQ(layout.shape().input_capacity, 128);
+  Arena arena;
+  const StaticCache cache(layout, arena);
+  EXPECT_GE(arena.size(), layout.total_bytes());
+  EXPECT_LT(arena.size(), layout.total_bytes() + 2 * layers.size() * Arena::kAlignment);
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is never read
+  arena.seal(reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40));
+  EXPECT_EQ(cache.layer(0).holds, CacheHolds::kTokens);
+  EXPECT_EQ(cache.layer(1).holds, CacheHolds::kInput);
+  EXPECT_EQ(cache.layer(2).dtype, DType::kF32);
+  EXPECT_EQ(cache.layer(2).capacity, 128);
+  // Pages of a byte: all that inputs and the step have, and a block of one row.
+  EXPECT_EQ(cache.first_token_bytes(1),
+            3 * 2 * layout.key_bytes(1) + step + 2 * cache_element_bytes(DType::kF16, 64, 2, 16));
+}
+
 // No size wraps around: the largest options on a model of the largest kind.
 TEST(CacheLayout, LargeSizesDoNotWrap) {
   const std::vector<AttentionSpec> layers(1000, {128, 512, 512});

@@ -69,7 +69,8 @@ class SnapshotRefusal : public testing::Test {
   static constexpr std::size_t kWritten = 44;
   static constexpr std::size_t kFolded = 48;
   static constexpr std::size_t kFloor = 52;
-  static constexpr std::size_t kTokens = 56;
+  static constexpr std::size_t kInput = 56;
+  static constexpr std::size_t kTokens = 64;
 
   template <typename T>
   static void put(std::string& bytes, std::size_t at, T value) {
@@ -142,7 +143,7 @@ TEST(Snapshot, OfAWindowNeedsTheSameRing) {
 }
 
 TEST_F(SnapshotRefusal, OfDamagedFiles) {
-  for (const std::size_t size : {0UL, 7UL, 55UL}) {
+  for (const std::size_t size : {0UL, 7UL, 63UL}) {
     write_file(std::string_view(bytes_).substr(0, size));
     expect_refusal("does not begin like one");
   }
@@ -160,7 +161,7 @@ TEST_F(SnapshotRefusal, OfDamagedFiles) {
   };
   flip(0, "does not begin like one");
   flip(7, "does not begin like one");
-  flip(kVersion, "version 17, this is version 1");
+  flip(kVersion, "version 18, this is version 2");
   flip(kHistory, "behind its header");
   flip(kData + 7, "behind its header");
   for (const std::size_t at : {kChecksum, kFingerprint, kLength, kFloor + 3, kTokens,
@@ -206,20 +207,22 @@ TEST_F(SnapshotRefusal, OfHeadersThatContradictThemselves) {
   refuse(kFolded, 41, part);
   refuse(kFloor, 43, part);
   refuse(kFloor, -1, part);
+  refuse(kInput, -1, part);
   refuse(kWritten, 70, part);  // then there would be more bytes
   refuse(kTokens, -1, part);
   refuse(kTokens, 1 << 20, part);
   refuse(kFingerprint, 1, "another model");
-  const auto overflow = [&](std::size_t at, std::int32_t value) {
+  const auto overflow = [&](std::size_t at, std::int32_t value, const std::string& holds) {
     std::string changed = bytes_;
     put(changed, at, value);
     sign(changed);
     write_file(changed);
-    expect_error(ErrorCode::kContextOverflow, "the slot holds 150",
+    expect_error(ErrorCode::kContextOverflow, holds,
                  [&] { engine_.restore(row_, RowSnapshot::load(file_)); });
   };
-  overflow(kWritten, 151);
-  overflow(kFolded, std::numeric_limits<std::int32_t>::max());
+  overflow(kWritten, 151, "the slot holds 150");
+  overflow(kFolded, std::numeric_limits<std::int32_t>::max(), "the slot holds 150");
+  overflow(kInput, 1, "there is room for 0");  // the model has no encoder
   // As it was written, it is signed as this test signs.
   std::string same = bytes_;
   sign(same);

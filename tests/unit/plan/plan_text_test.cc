@@ -77,6 +77,42 @@ TEST(PlanText, ShowsWhatDiffers) {
   EXPECT_THAT(text, Not(HasSubstr(" q_bias")));
 }
 
+TEST(PlanText, ShowsAnEncodersStep) {
+  test::TinyTables tables;
+  const WeightId bias = tables.vector("bias", std::int64_t{8} * test::kHeads);
+  const std::vector<AttentionSpec> caches = {
+      {test::kKvHeads, test::kDim, test::kDim, 0, CacheHolds::kInput}};
+  Recorder r(tables.weights, caches, {.tokens = 8, .variant = StepVariant::kEncode});
+  const BufferId x = r.buffer("x", Extent::kTokens, test::kWidth);
+  const BufferId q = r.buffer("q", Extent::kTokens, test::kQWidth);
+  const BufferId out = r.buffer("out", Extent::kTokens, test::kQWidth);
+  r.record(QkvOp{.in = x,
+                 .norm = {tables.norm, 1e-5F},
+                 .k = tables.k,
+                 .v = tables.v,
+                 .rope = kNoRope,
+                 .cache = {0}});
+  r.record(AttentionOp{.q = q,
+                       .cache = {0},
+                       .heads = test::kHeads,
+                       .scale = 1,
+                       .bias = RelativeBias{bias, 8, 20, true},
+                       .out = out});
+  r.record(GatedMlpOp{.in = x,
+                      .norm = {tables.norm, 1e-5F},
+                      .up = tables.up,
+                      .down = tables.down,
+                      .activation = Activation::kRelu,
+                      .out = x});
+  const std::string text = plan_text(r.finish(), tables.weights, caches);
+  EXPECT_THAT(text, HasSubstr("plan tokens=8 lanes=1 logit_rows=1 encode\n"));
+  EXPECT_THAT(text, HasSubstr("   0 qkv        cache.0 <- %x  norm=norm eps=1e-05 k=k v=v\n"));
+  EXPECT_THAT(text, HasSubstr("   1 attention  %out <- %q, cache.0  heads=4/2 dim=8 scale=1 over "
+                              "the input bias=bias buckets=±8..20\n"));
+  EXPECT_THAT(
+      text, HasSubstr("   2 gated_mlp  %x <- %x  norm=norm eps=1e-05 up=up down=down act=relu\n"));
+}
+
 TEST(PlanText, NamesShapesAndVariants) {
   EXPECT_EQ(to_string(StepShape{}), "tokens=1 lanes=1 logit_rows=1 sample");
   EXPECT_STREQ(step_variant_name(StepVariant::kLogits), "logits");

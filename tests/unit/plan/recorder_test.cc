@@ -222,6 +222,100 @@ TEST(Recorder, Attention) {
   no([](AttentionOp& op, auto& t) { op.sinks = t.tables.q; });
 }
 
+// An encoder's step: a cache of the step at hand, and keys and values alone for one of inputs.
+struct TinyEncoder {
+  static constexpr int kBuckets = 8;
+  test::TinyTables tables;
+  WeightId bias_table = tables.vector("bias", std::int64_t{kBuckets} * test::kHeads);
+  std::vector<AttentionSpec> caches = {
+      {test::kKvHeads, test::kDim, test::kDim},
+      {test::kKvHeads, test::kDim, test::kDim, 0, CacheHolds::kInput},
+      {test::kKvHeads, test::kDim, test::kDim, 0, CacheHolds::kStep}};
+  Recorder recorder{tables.weights, caches, {.tokens = 8, .variant = StepVariant::kEncode}};
+  BufferId x = recorder.buffer("x", Extent::kTokens, test::kWidth);
+  BufferId q = recorder.buffer("q", Extent::kTokens, test::kQWidth);
+  BufferId out = recorder.buffer("out", Extent::kTokens, test::kQWidth);
+
+  QkvOp qkv() const {
+    return {.in = x,
+            .norm = {tables.norm, 1e-5F},
+            .q = tables.q,
+            .k = tables.k,
+            .v = tables.v,
+            .rope = kNoRope,
+            .cache = {2},
+            .q_out = q};
+  }
+  QkvOp kv() const {
+    return {.in = x,
+            .norm = {tables.norm, 1e-5F},
+            .k = tables.k,
+            .v = tables.v,
+            .rope = kNoRope,
+            .cache = {1}};
+  }
+  AttentionOp attention() const {
+    return {.q = q,
+            .cache = {2},
+            .heads = test::kHeads,
+            .scale = 1,
+            .bias = RelativeBias{bias_table, kBuckets, 20, true},
+            .out = out};
+  }
+};
+
+TEST(Recorder, AnEncodersStepEndsWithoutAdvance) {
+  TinyEncoder t;
+  for (const Op& op : {Op(t.qkv()), Op(t.attention()), Op(t.kv())}) t.recorder.record(op);
+  EXPECT_EQ(t.recorder.finish().ops.size(), 3U);
+  TinyEncoder advanced;
+  advanced.recorder.record(advanced.kv());
+  advanced.recorder.record(AdvanceOp{});
+  expect_refused([&] { advanced.recorder.finish(); }, {"but for an encoder's"});
+}
+
+TEST(Recorder, KeysAndValuesAlone) {
+  const auto no = [](const std::function<void(QkvOp&, const TinyEncoder&)>& spoil) {
+    TinyEncoder t;
+    QkvOp op = t.kv();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"(qkv)"});
+  };
+  no([](QkvOp& op, auto& t) { op.q = t.tables.q; });
+  no([](QkvOp& op, auto& t) { op.q_out = t.q; });
+  no([](QkvOp& op, auto&) { op.k = {}; });
+  no([](QkvOp& op, auto&) { op.rope = {}; });
+}
+
+TEST(Recorder, Bias) {
+  const auto no = [](const std::function<void(AttentionOp&, const TinyEncoder&)>& spoil) {
+    TinyEncoder t;
+    AttentionOp op = t.attention();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"(attention)"});
+  };
+  no([](AttentionOp& op, auto&) { op.bias->table = {}; });
+  no([](AttentionOp& op, auto& t) { op.bias->table = t.tables.norm; });
+  no([](AttentionOp& op, auto&) { op.bias->buckets = 4; });
+  no([](AttentionOp& op, auto&) { op.bias->max_distance = 2; });
+  no([](AttentionOp& op, auto&) { op.bias->both_directions = false; });
+  no([](AttentionOp& op, auto&) { op.cache = {0}; });  // which has only one direction
+}
+
+TEST(Recorder, AnMlpWithoutAGate) {
+  const auto plain = [](const TinyRecorder& t) {
+    GatedMlpOp op = t.mlp();
+    op.gate = op.gate_bias = {};
+    op.activation = Activation::kRelu;
+    return op;
+  };
+  TinyRecorder t;
+  t.recorder.record(plain(t));
+  GatedMlpOp op = plain(t);
+  op.activation = Activation::kClampedSwish;
+  expect_refused([&] { t.recorder.record(op); }, {"(gated_mlp)", "needs no gate"});
+}
+
 TEST(Recorder, Route) {
   const auto no = [](const std::function<void(RouteOp&, const test::TinyMixture&)>& spoil) {
     test::TinyMixture t;

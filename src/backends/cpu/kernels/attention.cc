@@ -40,7 +40,10 @@ int split_count(int length) { return (length + kSplitPositions - 1) / kSplitPosi
 int begin_of(const AttentionArgs& args, int token) {
   return window_begin(args.positions[token], args.cache.window);
 }
-int end_of(const AttentionArgs& args, int token) { return args.positions[token] + 1; }
+int end_of(const AttentionArgs& args, int token) {
+  return args.ends ? args.ends[token] : args.positions[token] + 1;
+}
+bool is_padding(const AttentionArgs& args, int token) { return end_of(args, token) <= 0; }
 int first_split(const AttentionArgs& args, int token) {
   return begin_of(args, token) / kSplitPositions;
 }
@@ -64,11 +67,11 @@ struct Tile {
 Tile next_tile(const AttentionArgs& args, int from) {
   const int most = std::max(1, kTileRows / (args.heads / args.cache.kv_heads));
   Tile tile{.first = from};
-  while (tile.first < args.tokens && args.positions[tile.first] < 0) ++tile.first;
+  while (tile.first < args.tokens && is_padding(args, tile.first)) ++tile.first;
   int t = tile.first;
   if (t < args.tokens) tile.begin = begin_of(args, t);
   for (; t < args.tokens && t - tile.first < most; ++t) {
-    if (args.positions[t] < 0 || args.slots[t] != args.slots[tile.first]) break;
+    if (is_padding(args, t) || args.slots[t] != args.slots[tile.first]) break;
     tile.begin = std::min(tile.begin, begin_of(args, t));
     tile.end = std::max(tile.end, end_of(args, t));
   }
@@ -131,6 +134,7 @@ struct Workspace {
   float* m = nullptr;          // [kTileRows]
   float* total_m = nullptr;
   float* scores = nullptr;  // [kTileRows, 64]
+  float* biases = nullptr;  // [kTileRows, 64]
   float* tile = nullptr;    // [head_dim, 64]
   float* sink = nullptr;    // [head_dim + kSumLanes]
   int* counts = nullptr;    // [kTileRows]
@@ -148,6 +152,7 @@ struct Workspace {
     for (float** part : {&acc, &total_acc}) take(*part, rows * (head_dim + kSumLanes));
     for (float** part : {&m, &total_m}) take(*part, rows);
     take(scores, rows * kBlockPositions);
+    take(biases, rows * kBlockPositions);
     take(tile, head_dim * kBlockPositions);
     take(sink, head_dim + kSumLanes);
     take(counts, rows);
@@ -347,12 +352,27 @@ class Walk {
     block.max_count = std::min(item_.tile.end - position, kBlockPositions);
     block.counts = space_.counts;
     block.skips = args_.cache.window > 0 ? space_.skips : nullptr;
+    if (args_.bias.table) {
+      for (int row = 0; row < rows_; ++row) fill_biases(row, position);
+      block.biases = space_.biases;
+    }
     block.queries = space_.queries;
     block.m = space_.m;
     block.acc = space_.acc;
     block.scores = space_.scores;
     block.tile = space_.tile;
     kernels_.block(block);
+  }
+
+  // Of the 64 positions from `position` on; where none may be read they are of no importance.
+  void fill_biases(int row, int position) const {
+    const AttentionBias& bias = args_.bias;
+    const int offset = position - args_.positions[token(row)];
+    for (int i = 0; i < kBlockPositions; ++i) {
+      const int bucket = bias.buckets[std::clamp(offset + i, -bias.reach, bias.reach) + bias.reach];
+      space_.biases[row * kBlockPositions + i] =
+          bias.table[bucket * args_.heads + head(row)] * kLog2E;
+    }
   }
 
   const AttentionArgs& args_;
@@ -368,7 +388,7 @@ class Walk {
 
 void clear_padding(const AttentionArgs& args, int worker, int workers) {
   for (int t = worker; t < args.tokens; t += workers) {
-    if (args.positions[t] >= 0) continue;
+    if (!is_padding(args, t)) continue;
     std::fill_n(args.output + t * args.output_stride, args.heads * args.cache.head_dim, 0.0F);
   }
 }
@@ -476,7 +496,7 @@ void combine(const AttentionArgs& args, void* scratch, int worker, int workers) 
        ++row) {
     const int token = row / args.heads;
     const int head = row % args.heads;
-    if (args.positions[token] < 0) continue;
+    if (is_padding(args, token)) continue;
     // The first split's partial result becomes the total, in place.
     float* total = partials.at(token, head, 0);
     const int splits = split_count(end_of(args, token)) - first_split(args, token);

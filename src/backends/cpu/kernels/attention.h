@@ -1,6 +1,6 @@
-// Causal attention of the CPU backend over a static cache: a token at position p attends to the
-// positions 0..p of its slot, or to the last `window` of them. Query heads that share a kv head are
-// computed together, so that keys and values are read once for the group.
+// Attention of the CPU backend over a static cache: a token at position p attends to the positions
+// 0..p of its slot, or to the last `window` of them, or to as many as `ends` says. Query heads that
+// share a kv head are computed together, so that keys and values are read once for the group.
 //
 //   append(args, worker, workers);   // new keys and values into the cache
 //   pool.barrier();
@@ -18,7 +18,8 @@
 // - Nothing beyond a token's position influences it, and nothing beyond the last position of the
 // step
 //   is loaded, so memory there may hold NaN.
-// - Padding (position < 0) stores nothing in the cache, reads nothing, and its output is zero.
+// - Padding (position < 0) stores nothing in the cache, reads nothing, and its output is zero; that
+//   of a token whose positions end at 0 is zero too.
 // - A NaN in a query makes that token's head NaN and no other. Nothing here allocates.
 #pragma once
 
@@ -43,6 +44,14 @@ struct KvCache {
   int window = 0;  // 0: none, and positions are below the capacity
 };
 
+// What distances add to scores: table[buckets[offset + reach] * heads + head], where the offset is
+// that of a position from the token, and beyond the reach what it is there.
+struct AttentionBias {
+  const float* table = nullptr;           // null: nothing
+  const std::int32_t* buckets = nullptr;  // [2 * reach + 1]
+  int reach = 0;
+};
+
 struct AttentionArgs {
   Isa isa = Isa::kPortable;
   KvCache cache;
@@ -56,6 +65,9 @@ struct AttentionArgs {
   float* output = nullptr;  // [tokens, heads, head_dim], tokens output_stride apart
   std::ptrdiff_t output_stride = 0;
   const float* sinks = nullptr;  // [heads] scores that join the softmax's denominator only, or null
+  // [tokens] where the positions of each end, without a window; null: behind its own.
+  const std::int32_t* ends = nullptr;
+  AttentionBias bias;
 };
 
 struct AppendArgs {

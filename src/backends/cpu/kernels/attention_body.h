@@ -236,6 +236,10 @@ void weigh(const AttentionBlock& b, int row) {
   for (int v = 0; v < kVectors; ++v) {
     s[v] = scaled(b, Simd::load(scores + v * kLanes), b.key_scales, v * kLanes);
   }
+  if (b.biases != nullptr) {
+    const float* biases = b.biases + row * kBlockPositions;
+    for (int v = 0; v < kVectors; ++v) s[v] = Simd::add(s[v], Simd::load(biases + v * kLanes));
+  }
   if (b.skips != nullptr && b.skips[row] > 0) {
     for (int v = 0; v < kVectors; ++v) {
       int skipped = b.skips[row] - v * kLanes;

@@ -31,9 +31,11 @@ struct AttentionBlock {
   std::ptrdiff_t ahead = 0;
   int head_dim = 0;
   int rows = 0;
-  int max_count = 0;               // the largest of counts
-  const int* counts = nullptr;     // [rows]: where the row's positions end; 0: it has none here
-  const int* skips = nullptr;      // [rows]: where they begin, below the count, or null: at 0
+  int max_count = 0;            // the largest of counts
+  const int* counts = nullptr;  // [rows]: where the row's positions end; 0: it has none here
+  const int* skips = nullptr;   // [rows]: where they begin, below the count, or null: at 0
+  // [rows, 64] added to scores, in units of log 2 like them; null: nothing is.
+  const float* biases = nullptr;
   const float* queries = nullptr;  // [rows, head_dim], scale applied
   float* m = nullptr;              // [rows] the largest score so far
   float* acc = nullptr;            // [rows, head_dim + kSumLanes] relative to 2^m

@@ -36,6 +36,8 @@ struct Elementwise {
   // y = x * sigmoid(gate)
   void (*gate_sigmoid)(const float* gate, const float* x, int n, float* y) = nullptr;
   void (*gate_clamped)(const float* gate, const float* up, int n, float* y) = nullptr;
+  // y = max(gate, 0) * up
+  void (*gate_relu)(const float* gate, const float* up, int n, float* y) = nullptr;
   // y = x * factor
   void (*scale)(const float* x, float factor, int n, float* y) = nullptr;
 

@@ -108,6 +108,12 @@ void gate_clamped(const float* gate, const float* up, int n, float* y) {
   });
 }
 
+void gate_relu(const float* gate, const float* up, int n, float* y) {
+  for_vectors(n, [&](int i, auto load, auto store) {
+    store(y + i, Simd::mul(Simd::max(Simd::zero(), load(gate + i)), load(up + i)));
+  });
+}
+
 void scale(const float* x, float factor, int n, float* y) {
   const F f = Simd::set(factor);
   for_vectors(n, [&](int i, auto load, auto store) { store(y + i, Simd::mul(load(x + i), f)); });
@@ -232,8 +238,8 @@ void from_f32(DType to, const float* x, int n, void* y) {
 }
 
 constexpr Elementwise kElementwise = {
-    rms_norm,    add,        add_scaled, gate, gate_gelu,   gate_sigmoid, gate_clamped, scale,
-    rope_halves, rope_pairs, sum_exp,    exp,  max_element, to_f32,       from_f32};
+    rms_norm, add,         add_scaled, gate,    gate_gelu, gate_sigmoid, gate_clamped, gate_relu,
+    scale,    rope_halves, rope_pairs, sum_exp, exp,       max_element,  to_f32,       from_f32};
 
 }  // namespace
 }  // namespace pianola::cpu
