@@ -246,16 +246,19 @@ class Checker {
     while (engine.status(row) == RowStatus::kRunning) engine.step();
     // Going back comes first: a prompt computed in chunks leaves caches of other bits on a GPU.
     std::vector<std::size_t> places;
-    for (std::size_t i = stepped_[0].tokens.size(); i-- > 0;) {
-      if (i % 13 == 0 || i + 1 == stepped_[0].tokens.size()) places.push_back(i);
-    }
     Trace want;
     Trace back;
     Trace chunked;
-    for (const std::size_t i : places) {
+    const std::size_t tokens = stepped_[0].tokens.size();
+    for (std::size_t i = tokens; i-- > 0;) {
+      const int kept = static_cast<int>(prompt + i);
+      // Layers that forget take back no more than they must: then the last places are all there
+      // are.
+      if ((i % 13 != 0 && i + 1 != tokens) || engine.keepable(row, kept) != kept) continue;
+      places.push_back(i);
       want.tokens.push_back(stepped_[0].tokens[i]);
       want.logprobs.push_back(stepped_[0].logprobs[i]);
-      engine.keep_first(row, static_cast<int>(prompt + i));
+      engine.keep_first(row, kept);
       engine.append(row, {});
       record_next(engine, row, back);
     }

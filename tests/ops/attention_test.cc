@@ -270,7 +270,8 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
         if (!step.bias.empty()) {
           const int offset = std::clamp(p - step.positions[static_cast<std::size_t>(t)],
                                         -Step::kReach, Step::kReach);
-          score += step.bias[static_cast<std::size_t>((offset + Step::kReach) * s.heads + h)];
+          const int at = (offset + Step::kReach) * s.heads + h;
+          score += step.bias[static_cast<std::size_t>(at)];
         }
         top = std::max(top, score);
       }

@@ -1,7 +1,5 @@
 #include "backends/cuda/kernels/launch.h"
 
-#include <cstdlib>
-
 namespace pianola::cuda {
 namespace {
 
@@ -12,12 +10,6 @@ constexpr unsigned kClusterWithoutAsking = 8;
 
 void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
                      void** parameters) {
-  static const char* carveout = std::getenv("PIANOLA_CARVEOUT");
-  if (carveout) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               std::atoi(carveout)),
-          name);
-  }
   if (grid.shared_bytes > kSharedWithoutAsking) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(grid.shared_bytes)),

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "backends/cuda/kernels/linear_few.cuh"
 #include "backends/cuda/kernels/linear_general.cuh"
@@ -56,25 +55,37 @@ void launch_one_token(const OneParams& params, const Launch& launch) {
                 OneShared<kTiles>::bytes(params.p.stages, params.p.cols), params);
 }
 
+// Stages of a ring: 32 KB each. What is on its way while the chain of kernels waits is what counts,
+// and fewer are only better where a multiprocessor would hold no second kernel.
+inline constexpr int kMostStages = 5;
+inline constexpr std::size_t kMostSharedBytes = 227 * 1024;
+
+// Whether one_kernel took the launch.
 template <Codes codes>
-void launch_one_token(const Params& shape, const Launch& launch) {
+bool launch_one_token(const Params& shape, const Launch& launch) {
   constexpr int kTiles = 2;
   OneParams params = {.map = {}, .p = shape};
   Params& p = params.p;
-  static const char* e = std::getenv("PIANOLA_ONE");
-  const int most_stages = e ? e[p.gated ? 0 : p.cols > 4096 ? 1 : 2] - '0' : 4;
   p.slice_steps = p.steps / kWarps;
   p.share = p.units / launch.sms;
   p.extra = p.units % launch.sms;
   p.turns = ceil_div(p.share + (p.extra > 0 ? 1 : 0), p.gated ? kTiles / 2 : kTiles);
-  p.stages = std::min(most_stages, p.turns * p.slice_steps / kStageSteps);
+  p.stages = std::min(p.cols > 4096 ? kMostStages - 1 : kMostStages,
+                      p.turns * p.slice_steps / kStageSteps);
+  while (p.stages > 0 && OneShared<kTiles>::bytes(p.stages, p.cols) > kMostSharedBytes) --p.stages;
+  if (p.stages == 0) return false;  // rows too long
   for (int i = 0; i < p.parts; ++i) {
     params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
   }
   const int quads = p.cols / 128 / kWarps;
-  if (quads <= 2) return launch_one_token<codes, kTiles, 2>(params, launch);
-  if (quads <= 4) return launch_one_token<codes, kTiles, 4>(params, launch);
-  launch_one_token<codes, kTiles, 8>(params, launch);
+  if (quads <= 2) {
+    launch_one_token<codes, kTiles, 2>(params, launch);
+  } else if (quads <= 4) {
+    launch_one_token<codes, kTiles, 4>(params, launch);
+  } else {
+    launch_one_token<codes, kTiles, 8>(params, launch);
+  }
+  return true;
 }
 
 // Whether few_kernel took the launch.
@@ -172,12 +183,10 @@ void launch_form(Params& p, const Launch& launch) {
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;
   const bool staged = p.tokens <= 8 && staged_bytes <= kMostStagedBytes;
   if constexpr (kPlain) {
-    static const bool off = std::getenv("PIANOLA_NO_ONE") != nullptr;
-    if (streams && p.tokens == 1 && !off) return launch_one_token<codes>(p, launch);
+    if (streams && p.tokens == 1 && launch_one_token<codes>(p, launch)) return;
     if (streams && staged) return launch_streams<codes>(p, true, launch);
   } else {
-    static const bool off = std::getenv("PIANOLA_NO_ONE") != nullptr;
-    if (!off && launch_few<codes, scales>(p, launch)) return;
+    if (launch_few<codes, scales>(p, launch)) return;
   }
   if (staged) {
     const int workers = launch.sms * (kWarps / p.slices);
