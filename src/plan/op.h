@@ -327,9 +327,10 @@ struct SampleOp {
 // lane's next round are written, or position -1 when the row has stopped.
 struct AdvanceOp {};
 
-using Op = std::variant<RollbackOp, EmbedOp, NormOp, LinearOp, QkvOp, QueryOp, LatentQkvOp, HeadLinearOp,
-                        AttentionOp, ShortConvOp, DeltaRuleOp, SsmOp, GateOp, GatedNormOp,
-                        GatedMlpOp, RouteOp, ExpertsOp, LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
+using Op =
+    std::variant<RollbackOp, EmbedOp, NormOp, LinearOp, QkvOp, QueryOp, LatentQkvOp, HeadLinearOp,
+                 AttentionOp, ShortConvOp, DeltaRuleOp, SsmOp, GateOp, GatedNormOp, GatedMlpOp,
+                 RouteOp, ExpertsOp, LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
 
 // "embed", "qkv", ...
 const char* op_name(const Op& op);

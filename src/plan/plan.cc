@@ -8,9 +8,9 @@ namespace pianola {
 
 const char* op_name(const Op& op) {
   static constexpr std::array<const char*, std::variant_size_v<Op>> kNames = {
-      "rollback", "embed",     "norm",       "linear",     "qkv",   "query",  "latent_qkv", "head_linear",
-      "attention", "short_conv", "delta_rule", "ssm",   "gate",   "gated_norm", "gated_mlp",
-      "route",     "experts",    "lm_head",    "score", "sample", "advance"};
+      "rollback",    "embed",     "norm",       "linear",     "qkv",   "query",  "latent_qkv",
+      "head_linear", "attention", "short_conv", "delta_rule", "ssm",   "gate",   "gated_norm",
+      "gated_mlp",   "route",     "experts",    "lm_head",    "score", "sample", "advance"};
   return kNames[op.index()];
 }
 

@@ -173,11 +173,13 @@ void Recorder::check(const LatentQkvOp& op) const {
   const WeightDecl& absorb = weight(op.absorb);
   const std::int64_t turned = kv.key_dim - kv.value_dim;
   expect(kv.latent && kv.kv_heads == 1 && turned > 0, "a latent cache with a part that turns");
+  expect(kv.holds == CacheHolds::kTokens, "a cache of the row's own tokens");
   expect_stack(op.absorb, absorb.experts, kv.value_dim, absorb.cols);
   expect(width(op.q, Extent::kTokens) == absorb.experts * (absorb.cols + turned),
          "queries of all heads");
   expect(width(op.kv, Extent::kTokens) == kv.key_dim, "a latent and a part that turns");
   expect_norm(op.kv_norm, kv.value_dim);
+  expect(op.rope.turns(), "a rope that turns");
   expect_rope(op.rope, turned);
   expect(2 * weight(op.rope.inverse_frequencies).cols == turned, "a rope of that part");
   expect(width(op.q_out, Extent::kTokens) == absorb.experts * kv.key_dim,

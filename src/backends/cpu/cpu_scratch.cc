@@ -68,7 +68,6 @@ struct Needs {
     }
   }
 
-  void operator()(const RollbackOp&) {}
   // Of a stack with a matrix a head.
   void heads(WeightId id) {
     const WeightDecl& w = decl(id);
@@ -87,6 +86,7 @@ struct Needs {
     ropes.insert(r.inverse_frequencies.index);
   }
 
+  void operator()(const RollbackOp&) {}
   void operator()(const EmbedOp&) {}
   void operator()(const NormOp&) {}
   void operator()(const LinearOp& op) { matrix(op.weight); }

@@ -131,15 +131,26 @@ void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (!attention) continue;
     const auto layer = static_cast<std::size_t>(attention->cache.index);
-    if (tables.caches.attention[layer].holds != CacheHolds::kTokens) {
-      refuse(op, "an encoder's input (cross attention)");
-    }
+    const AttentionSpec& kv = tables.caches.attention[layer];
+    if (kv.holds != CacheHolds::kTokens) refuse(op, "an encoder's input (cross attention)");
+    if (kv.latent) refuse(op, "multi-head latent attention");
     if (attention->bias) refuse(op, "a relative position bias");
   }
   for (const Op& op : plan.ops) {
     if (const auto* qkv = std::get_if<QkvOp>(&op)) {
       if (!qkv->q.valid()) refuse(op, "keys and values alone");
       if (!qkv->rope.turns()) refuse(op, "attention without rope");
+    } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+      if (!query->rope.turns()) refuse(op, "attention without rope");
+    } else if (std::holds_alternative<LatentQkvOp>(op)) {
+      refuse(op, "multi-head latent attention");
+    } else if (std::holds_alternative<HeadLinearOp>(op)) {
+      refuse(op, "a matrix for each head");
+    } else if (const auto* route = std::get_if<RouteOp>(&op)) {
+      if (route->choice_bias.valid()) refuse(op, "a bias that chooses experts");
+      if (route->groups.count > 1) refuse(op, "a choice among groups of experts");
+      if (route->scale != 1) refuse(op, "a scale of the experts' weights");
+      if (route->score == RouteScore::kSigmoidOfChosen) refuse(op, "sigmoids over their sum");
     } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
       if (!mlp->gate.valid()) refuse(op, "an MLP without a gate");
       if (mlp->activation == Activation::kRelu) refuse(op, "relu");
@@ -173,21 +184,6 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
         fail(ErrorCode::kUnsupported,
              "cuda backend: {} of state {}: keys of {} elements have no kernel (at most {})",
              op_name(op), state.index, dim, kMaxStateKeyDim);
-      }
-    }
-    if (const auto* latent = std::get_if<LatentQkvOp>(&op)) {
-      fail(ErrorCode::kUnsupported,
-           "cuda backend: {} of layer cache {}: multi-head latent attention has no kernel",
-           op_name(op), latent->cache.index);
-    }
-    if (const auto* route = std::get_if<RouteOp>(&op)) {
-      if (route->choice_bias.valid() || route->groups.count > 1 || route->scale != 1 ||
-          route->score == RouteScore::kSigmoidOfChosen) {
-        fail(
-            ErrorCode::kUnsupported,
-            "cuda backend: {}: groups of experts, a bias that chooses, scaled weights and sigmoids "
-            "over their sum have no kernel",
-            op_name(op));
       }
     }
     const auto* attention = std::get_if<AttentionOp>(&op);
