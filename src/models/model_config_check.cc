@@ -147,9 +147,10 @@ void check_relative_bias(const RelativeBiasConfig& bias, const FieldName& name) 
 void check_shared_layers(const ModelConfig& c, const FieldName& name) {
   check_int(name, "num_kv_shared_layers", c.num_kv_shared_layers, 0, c.num_hidden_layers - 1);
   if (c.num_kv_shared_layers == 0) return;
-  if (!c.state.mixers.empty() || c.latent.present()) {
+  if (!c.state.mixers.empty() || c.latent.present() || c.encoder.num_layers > 0) {
     fail(ErrorCode::kUnsupported,
-         "{}: not together with layers that fold tokens into a state, nor with latent attention",
+         "{}: not together with layers that fold tokens into a state, latent attention, or an "
+         "encoder",
          name("num_kv_shared_layers"));
   }
   for (std::int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {

@@ -349,6 +349,7 @@ TEST(Recorder, LatentQkv) {
   no([](LatentQkvOp& op, auto& t) { op.absorb = t.up; });
   no([](LatentQkvOp& op, auto& t) { op.absorb = t.kv_norm; });
   no([](LatentQkvOp& op, auto& t) { op.rope.inverse_frequencies = t.kv_norm; });
+  no([](LatentQkvOp& op, auto&) { op.rope.style = RopeStyle::kNone; });
   no([](LatentQkvOp& op, auto&) { op.cache = {1}; });  // no latent one
   no([](LatentQkvOp& op, auto&) { op.cache = {2}; });
   no([](LatentQkvOp& op, auto& t) { op.q_out = t.q; });
