@@ -224,6 +224,7 @@ std::optional<std::int64_t> ModelConfig::smallest_window() const {
 }
 
 std::int64_t ModelConfig::cache_layer(std::int64_t layer) const {
+  if (num_kv_shared_layers == 0) return layer;  // of an encoder too, which may have more layers
   const std::int64_t own = num_hidden_layers - num_kv_shared_layers;
   if (layer < own) return layer;
   const auto window = [this](std::int64_t l) {

@@ -437,6 +437,7 @@ TEST(HfConfigTest, ReadsGemma3) {
 TEST(HfConfigTest, LayersThatShareCaches) {
   const ModelConfig plain = parse();
   EXPECT_EQ(plain.num_kv_shared_layers, 0);
+  EXPECT_EQ(plain.cache_layer(plain.num_hidden_layers), plain.num_hidden_layers);  // an encoder's
   EXPECT_EQ(plain.cache_layer(1), 1);
   const ModelConfig config = parse(R"({"num_hidden_layers": 7, "num_kv_shared_layers": 3})");
   for (const std::int64_t layer : {0, 1, 2, 3}) EXPECT_EQ(config.cache_layer(layer), layer);
