@@ -11,9 +11,9 @@
 namespace pianola::cuda {
 namespace {
 
-// How long the host sleeps between two looks at the ring: a look and a wake-up cost a few
-// microseconds, so this keeps it under a twentieth of a core.
-constexpr std::chrono::microseconds kPoll{100};
+// How long the host sleeps between two looks at the ring: a look and a wake-up cost several
+// microseconds, so this keeps it under a twentieth of a core also where a round takes less.
+constexpr std::chrono::microseconds kPoll{200};
 
 std::uint64_t ring_head(const StepState& state) {
   return std::atomic_ref(*state.ring_head).load(std::memory_order_acquire);
@@ -169,18 +169,20 @@ std::optional<RunResult> CudaProgram::wait() {
     return again && rounds_ < max_rounds_ && !stopping_ ? std::nullopt : finish(rounds_);
   }
   while (true) {
-    // The end is looked at first: then no event can be missed behind it.
-    const cudaError_t status = cudaEventQuery(done_);
+    // The driver is asked only where the ring, a look at memory, has nothing new; and the ring once
+    // more behind it, so that no event before the end is missed.
+    cudaError_t status = cudaErrorNotReady;
+    if (ring_head(s) == seen_) status = cudaEventQuery(done_);
+    if (status != cudaErrorNotReady) check(status, "running the loop");
     const std::uint64_t head = ring_head(s);
+    if (head != seen_) {
+      seen_ = head;
+      return std::nullopt;
+    }
     if (status == cudaSuccess) {
       RunControl control;
       device_.read(&control, s.control, sizeof(control));
       return finish(control.rounds);
-    }
-    if (status != cudaErrorNotReady) check(status, "running the loop");
-    if (head != seen_) {
-      seen_ = head;
-      return std::nullopt;
     }
     std::this_thread::sleep_for(kPoll);
   }

@@ -45,9 +45,6 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kDim + ((chunk ^ (row & 7)) << 3);
 }
 
-__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
 // Copies 16 bytes, or clears them without reading.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),

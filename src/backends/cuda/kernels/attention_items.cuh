@@ -19,6 +19,7 @@
 
 #include "backends/cuda/kernels/attention_common.cuh"
 #include "backends/cuda/kernels/attention_params.cuh"
+#include "backends/cuda/kernels/barriers.cuh"
 
 namespace pianola::cuda {
 
@@ -196,14 +197,6 @@ __device__ __forceinline__ int fresh_token(const Fresh& fresh, int place) {
 
 // --- Parts of a result travel between the thread blocks of a cluster. ---
 
-__device__ __forceinline__ std::uint32_t shared_offset(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ std::uint32_t peer_offset(std::uint32_t offset, int block) {
-  std::uint32_t peer;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(offset), "r"(block));
-  return peer;
-}
 // Shared memory of a team.
 inline constexpr std::size_t kItemBytes = 16 + (sizeof(Item) + 15) / 16 * 16;
 template <typename T>
@@ -246,12 +239,12 @@ struct ItemMemory {
     return peer_moved(offset, team, team_bytes);
   }
   __device__ __forceinline__ std::uint32_t peer_barrier(int team) const {
-    return peer_moved(shared_offset(barrier), team, barrier_bytes);
+    return peer_moved(shared_address(barrier), team, barrier_bytes);
   }
   __device__ __forceinline__ std::uint32_t peer_moved(std::uint32_t offset, int team,
                                                       int stride) const {
     const int moved = ((team >> log_blocks) - second) * stride;
-    return peer_offset(offset + static_cast<std::uint32_t>(moved), team & ((1 << log_blocks) - 1));
+    return peer_address(offset + static_cast<std::uint32_t>(moved), team & ((1 << log_blocks) - 1));
   }
 };
 inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
@@ -266,55 +259,12 @@ inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element)
   return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
 }
 
-__device__ __forceinline__ void send(std::uint32_t to, float4 v, std::uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
-      "[%5];" ::"r"(to),
-      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void send(std::uint32_t to, float2 v, std::uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          to),
-      "f"(v.x), "f"(v.y), "r"(barrier)
-      : "memory");
-}
-// Until the phase of a barrier in shared memory with this parity has ended.
-__device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, const char* what,
-                                             int number) {
-  Patience patience;
-  std::uint32_t done = 0;
-  while (true) {
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(at), "r"(parity)
-        : "memory");
-    if (done != 0 || patience.over()) return;
-    patience.look(what, number);
-  }
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-// Without an order of memory, for which a fence has to care.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Before anything else; all teams of a cluster, whether they have work or not.
 template <typename T>
 __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
   if (team_thread() == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_offset(memory.barrier))
-                 : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    init_barrier(shared_address(memory.barrier), 1);
+    fence_barriers();
   }
   __syncwarp();
   cluster_arrive_relaxed();  // what it tells of is behind the fence
@@ -327,14 +277,11 @@ __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& 
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   const int mine = min(1 << item.log_slice, columns - (item.team << item.log_slice));
   const int bytes = item.ranks * (mine * 16 + item.heads * 8);
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_offset(memory.barrier)),
-      "r"(bytes)
-      : "memory");
+  expect_bytes(shared_address(memory.barrier), bytes);
 }
 template <typename T>
 __device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
-  wait_barrier(shared_offset(memory.barrier), memory.parity, "parts of rank", 0);
+  wait_barrier(shared_address(memory.barrier), memory.parity, "parts of rank", 0);
 }
 
 // --- q, and keys and values of this step's tokens, come into shared memory. ---

@@ -82,7 +82,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
     if (target < item.targets && head < item.heads) {
       const float2 score = merge_scores(memory, head, factor);
       if (real) {
-        send(memory.peer(shared_offset(memory.part_score + head * kMostRanks + rank), target),
+        send(memory.peer(shared_address(memory.part_score + head * kMostRanks + rank), target),
              score, memory.peer_barrier(target));
       }
     }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
       const int target = i >> item.log_slice;
       const int place = (i & ((1 << item.log_slice) - 1)) * item.ranks + rank;
       if (real) {
-        send(memory.peer(shared_offset(memory.part + place), target), sum,
+        send(memory.peer(shared_address(memory.part + place), target), sum,
              memory.peer_barrier(target));
       }
     } else {

@@ -56,6 +56,10 @@ __device__ __forceinline__ float4 load_activation4(const float* p) {
   return __ldcg(reinterpret_cast<const float4*>(p));
 }
 
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // Weights are read once: the first to be evicted from both caches.
 __device__ __forceinline__ uint4 load_weight(const void* p) {
   uint4 v;
@@ -68,8 +72,7 @@ __device__ __forceinline__ uint4 load_weight(const void* p) {
 // 16 bytes to shared memory, past the first-level cache, without a register. Copies end in groups:
 // wait_copies<n>() returns when at most n groups of this thread are on their way.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)),
                "l"(from)
                : "memory");
 }

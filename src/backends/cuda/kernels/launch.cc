@@ -6,10 +6,8 @@ namespace {
 constexpr std::size_t kSharedWithoutAsking = 48 * 1024;
 constexpr unsigned kClusterWithoutAsking = 8;
 
-}  // namespace
-
-void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
-                     void** parameters) {
+// What a kernel has to be allowed before a grid asks for it.
+void allow(const char* name, const void* kernel, const Grid& grid) {
   if (grid.shared_bytes > kSharedWithoutAsking) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(grid.shared_bytes)),
@@ -18,6 +16,13 @@ void launch_function(const Launch& launch, const char* name, const void* kernel,
   if (grid.cluster > kClusterWithoutAsking) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
   }
+}
+
+}  // namespace
+
+void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
+                     void** parameters) {
+  allow(name, kernel, grid);
   cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (grid.cluster > 1) {
@@ -40,6 +45,22 @@ void launch_function(const Launch& launch, const char* name, const void* kernel,
   config.attrs = attributes;
   config.numAttrs = count;
   check(cudaLaunchKernelExC(&config, kernel, parameters), name);
+}
+
+int clusters_of(const char* name, const void* kernel, const Grid& grid) {
+  allow(name, kernel, grid);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {grid.cluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+  return clusters;
 }
 
 CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes) {

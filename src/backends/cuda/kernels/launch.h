@@ -36,6 +36,13 @@ struct Grid {
 void launch_function(const Launch& launch, const char* name, const void* kernel, const Grid& grid,
                      void** parameters);
 
+// Clusters of such a grid that the device, idle, runs at once; 0 if it runs none.
+int clusters_of(const char* name, const void* kernel, const Grid& grid);
+template <typename... Params>
+int clusters_at_once(const char* name, void (*kernel)(Params...), const Grid& grid) {
+  return clusters_of(name, reinterpret_cast<const void*>(kernel), grid);
+}
+
 // How the copy engine cuts boxes of box_rows x box_bytes out of a matrix of rows of bytes, and lays
 // them out in its pattern of 128 bytes. What lies beyond the matrix reads as 0.
 CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes);

@@ -7,7 +7,7 @@
 #include "backends/cuda/kernels/linear_few.cuh"
 #include "backends/cuda/kernels/linear_general.cuh"
 #include "backends/cuda/kernels/linear_one.cuh"
-#include "backends/cuda/kernels/linear_stream.cuh"
+#include "backends/cuda/kernels/linear_rows.cuh"
 
 namespace pianola::cuda::products {
 
@@ -27,25 +27,6 @@ void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
   auto* kernel = linear_kernel<codes, scales, kGroups, kTiles, kDepth, kStaged>;
   launch_kernel(launch, "linear", kernel, dim3(static_cast<unsigned>(launch.sms * blocks_per_sm)),
                 dim3(kThreads), bytes, p);
-}
-
-template <Codes codes, int kGroups, int kTiles, int kDepth, bool kStaged>
-void launch_stream(Params p, const Launch& launch) {
-  const int units_at_once = p.gated ? kTiles / 2 : kTiles;
-  p.slice_steps = p.steps / kWarps;
-  p.share = p.units / launch.sms;
-  p.extra = p.units % launch.sms;
-  p.turns = ceil_div(p.share + (p.extra > 0 ? 1 : 0), units_at_once);
-  std::size_t bytes =
-      static_cast<std::size_t>(kDepth) * kTiles * kThreads * sizeof(uint4) +
-      (kPartials<kGroups> * Shared<kGroups, kTiles>::kPartial + Shared<kGroups, kTiles>::kSquares) *
-          sizeof(float);
-  if (kStaged) {
-    bytes += static_cast<std::size_t>(p.cols) * sizeof(float) * static_cast<std::size_t>(p.tokens);
-  }
-  auto* kernel = stream_kernel<codes, kGroups, kTiles, kDepth, kStaged>;
-  launch_kernel(launch, "linear", kernel, dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads),
-                bytes, p);
 }
 
 template <Codes codes, int kTiles, int kQuads>
@@ -105,30 +86,65 @@ bool launch_few(const Params& p, const Launch& launch) {
   return true;
 }
 
-// The stream kernel for a launch whose slices are whole steps.
-template <Codes codes>
-void launch_streams(const Params& p, bool staged, const Launch& launch) {
-  const int tiles = ceil_div(p.units, launch.sms) * (p.gated ? 2 : 1);
-  // The ring holds 64 to 128 KB of a multiprocessor's shared memory.
-  if (staged) {
-    if (tiles <= 2) {
-      launch_stream<codes, 1, 2, 8, true>(p, launch);
-    } else {
-      launch_stream<codes, 1, 4, 8, true>(p, launch);
-    }
-  } else if (p.tokens <= 8) {
-    if (tiles <= 2) {
-      launch_stream<codes, 1, 2, 8, false>(p, launch);
-    } else {
-      launch_stream<codes, 1, 4, 8, false>(p, launch);
-    }
-  } else if (p.tokens <= 16) {
-    launch_stream<codes, 2, 4, 4, false>(p, launch);
-  } else if (p.tokens <= 32) {
-    launch_stream<codes, 4, 8, 4, false>(p, launch);
-  } else {
-    launch_stream<codes, 8, 4, 4, false>(p, launch);
+// Shared memory of rows_kernel. Staged activations: more are converted in pieces, again for each
+// pass. Its ring: so many bytes on their way keep memory busy. Sums of a turn.
+inline constexpr int kMostRowsBytes = 128 * 1024;
+inline constexpr int kRowsRingBytes = 64 * 1024;
+inline constexpr int kRowsPartialBytes = 40 * 1024;
+
+// Whether rows_kernel took the launch.
+template <Codes codes, int kGroups, int kTiles>
+bool launch_rows(const Params& shape, const Launch& launch) {
+  auto* kernel = rows_kernel<codes, kGroups, kTiles>;
+  OneParams params = {.map = {}, .p = shape};
+  Params& p = params.p;
+  Grid grid = {.blocks = dim3(kRowsCluster),
+               .threads = dim3(kThreads),
+               .shared_bytes = kMostSharedBytes,
+               .cluster = kRowsCluster};
+  static const int clusters = clusters_at_once("linear of tokens", kernel, grid);
+  if (clusters == 0) return false;
+  p.slice_steps = p.steps / kRowsCluster;
+  p.share = p.units / clusters;
+  p.extra = p.units % clusters;
+  const int unit_tiles = p.gated ? 2 : 1;
+  const int groups = ceil_div(p.tokens, 8);
+  const int tile_bytes = kRowsCluster * 8 * groups * kTileRows * static_cast<int>(sizeof(float));
+  const int most_units =
+      std::max(kTiles, kRowsPartialBytes / tile_bytes / kTiles * kTiles) / unit_tiles;
+  const int most = p.share + (p.extra > 0 ? 1 : 0);
+  p.turns = ceil_div(most, kWarps * most_units);
+  p.warp_units = ceil_div(most, kWarps * p.turns);
+  p.warp_tiles = p.warp_units * unit_tiles;
+  // A piece is whole quads of a warp and whole stages.
+  const int piece_least =
+      std::max(128 / Step<codes>::kCols, kRowsStageBoxes / kTiles * kBoxBytes / 64);
+  int pieces = 1;
+  while (p.slice_steps % pieces != 0 ||
+         p.slice_steps / pieces * Step<codes>::kProducts * groups * 512 > kMostRowsBytes)
+    ++pieces;
+  p.piece_steps = p.slice_steps / pieces;
+  if (p.piece_steps % piece_least != 0) return false;
+  p.stages = std::min(kRowsRingBytes / (kWarps * kRowsStageBytes),
+                      p.turns * ceil_div(p.warp_tiles, kTiles) * p.slice_steps /
+                          (kRowsStageBoxes / kTiles * kBoxBytes / 64));
+  while (RowsShared(p, Step<codes>::kProducts).bytes > kMostSharedBytes) --p.stages;
+  if (p.stages < 1) return false;
+  for (int i = 0; i < p.parts; ++i) {
+    params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
   }
+  grid.blocks = dim3(static_cast<unsigned>(clusters * kRowsCluster));
+  grid.shared_bytes = RowsShared(p, Step<codes>::kProducts).bytes;
+  launch_grid(launch, "linear of tokens", kernel, grid, params);
+  return true;
+}
+
+template <Codes codes>
+bool launch_rows(const Params& p, const Launch& launch) {
+  if (p.tokens > 32) return launch_rows<codes, 8, 2>(p, launch);
+  if (p.tokens > 16) return launch_rows < codes, 4, codes == Codes::kBF16 ? 4 : 2 > (p, launch);
+  if (p.tokens > 8) return launch_rows<codes, 2, 2>(p, launch);
+  return launch_rows<codes, 1, 2>(p, launch);
 }
 
 inline Params make_params(const LinearArgs& args) {
@@ -184,7 +200,7 @@ void launch_form(Params& p, const Launch& launch) {
   const bool staged = p.tokens <= 8 && staged_bytes <= kMostStagedBytes;
   if constexpr (kPlain) {
     if (streams && p.tokens == 1 && launch_one_token<codes>(p, launch)) return;
-    if (streams && staged) return launch_streams<codes>(p, true, launch);
+    if (streams && launch_rows<codes>(p, launch)) return;
   } else {
     if (launch_few<codes, scales>(p, launch)) return;
   }
@@ -203,9 +219,6 @@ void launch_form(Params& p, const Launch& launch) {
                 dim3(kThreads), 0, p);
   Launch next = launch;
   next.dependent = launch.dependent_inside;
-  if constexpr (kPlain) {
-    if (streams) return launch_streams<codes>(p, false, next);
-  }
   if (p.tokens <= 8) {
     launch_one<codes, scales, 1, 4, kPlain ? 4 : 2, false>(p, 1, next);
   } else if (p.tokens <= 16) {

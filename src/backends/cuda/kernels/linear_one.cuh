@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "backends/cuda/kernels/barriers.cuh"
 #include "backends/cuda/kernels/linear_operand.cuh"
 
 namespace pianola::cuda::products {
@@ -45,27 +46,6 @@ struct OneParams {
   Params p;
 };
 
-__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// Until a stage's bytes have come.
-__device__ __forceinline__ void wait_stage(std::uint32_t barrier, unsigned parity) {
-  Patience patience;
-  std::uint32_t done = 0;
-  while (true) {
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        " mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (done != 0 || patience.over()) return;
-    patience.look("weights", 0);
-  }
-}
-
 // kQuads: four activations each that a lane has on their way at once.
 template <Codes codes, int kTiles, int kQuads>
 __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
@@ -95,9 +75,9 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
   if (lane == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i) : "memory");
+      init_barrier(full + 8 * i, 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   __syncwarp();
 
@@ -125,17 +105,9 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
   const auto load_stage = [&](int stage) {
     if (load_turn >= p.turns) return;
     const std::uint32_t barrier = full + 8 * stage;
-    if (lane == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                   "r"(turn_bytes)
-                   : "memory");
-    }
+    if (lane == 0) expect_bytes(barrier, turn_bytes);
     if (map) {
-      asm volatile(
-          "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-          "{%2, %3}], [%4];" ::"r"(box_at + stage * M::kStageBytes),
-          "l"(map), "r"(box_x), "r"(box_y), "r"(barrier)
-          : "memory");
+      copy_box(box_at + stage * M::kStageBytes, map, box_x, box_y, barrier);
       box_x += kStageBoxes * kBoxBytes;
     }
     if (--pieces_to_load == 0) {
@@ -224,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
     const uint4* at = activations;
 #pragma unroll 1
     for (int piece = 0; piece < pieces; ++piece) {
-      wait_stage(full + 8 * stage, parity);
+      wait_copied(full + 8 * stage, parity);
       const unsigned char* from = weights_at + stage * M::kStageBytes;
 #pragma unroll
       for (int i = 0; i < kStageSteps; ++i) {

@@ -91,11 +91,16 @@ struct Params {
   int slice_steps = 0;  // the most of one slice, a multiple of the prefetch depth
   int code_row = 0;     // bytes
   int scale_row = 0;    // bytes
-  // Of stream_kernel and one_kernel: units of each block, and how many blocks take one more.
+  // Of one_kernel and rows_kernel: units of each block or cluster, and how many take one more.
   int share = 0;
   int extra = 0;
   int turns = 0;
-  int stages = 0;  // of one_kernel's rings
+  int stages = 0;  // of the rings of weights
+  // Of rows_kernel: units of a warp in a turn, and the tiles that they are; steps of a slice whose
+  // activations are in shared memory at a time.
+  int warp_units = 0;
+  int warp_tiles = 0;
+  int piece_steps = 0;
 };
 
 struct Tile {
@@ -374,22 +379,16 @@ struct Output {
   int sum = 0;  // floats from a slice's partial results to this one's
 };
 
-// The results of the units from `unit` on, below end_unit, in the order [token][unit][row].
-template <int kTiles>
-__device__ __forceinline__ Output find_output(const Params& p, int unit, int end_unit, int o) {
-  const int units_at_once = p.gated ? kTiles / 2 : kTiles;  // a power of two
-  const int row = o % kTileRows;
-  const int slot = o / kTileRows & (units_at_once - 1);
+// Of one row of a tile, or of the gate's and the up tile's; `sum` is left to the caller.
+__device__ __forceinline__ Output find_output(const Params& p, const Tile& tile, int row,
+                                              int token) {
   Output at;
-  at.token = o / kTileRows >> (__ffs(units_at_once) - 1);
-  const int n = p.gated ? 2 * slot : slot;
-  at.sum = (at.token * kTiles + n) * kTileRows + row;
-  const Tile tile = tile_of(p, unit, end_unit, n);
-  if (at.token >= p.tokens || tile.part < 0) return at;
+  at.token = token;
+  if (token >= p.tokens || tile.part < 0) return at;
   const Part& part = p.part[tile.part];
   const int column = tile.row + row;
   if (column >= part.rows) return at;
-  const std::int64_t offset = static_cast<std::int64_t>(at.token) * part.ld + column;
+  const std::int64_t offset = static_cast<std::int64_t>(token) * part.ld + column;
   at.out = part.out + offset;
   if (p.residual) at.residual = p.residual + offset;
   if (part.bias) {
@@ -400,6 +399,19 @@ __device__ __forceinline__ Output find_output(const Params& p, int unit, int end
     at.up_biased = true;
     at.up_bias = load_activation(p.part[1].bias + column);
   }
+  return at;
+}
+
+// The results of the units from `unit` on, below end_unit, in the order [token][unit][row].
+template <int kTiles>
+__device__ __forceinline__ Output find_output(const Params& p, int unit, int end_unit, int o) {
+  const int units_at_once = p.gated ? kTiles / 2 : kTiles;  // a power of two
+  const int row = o % kTileRows;
+  const int slot = o / kTileRows & (units_at_once - 1);
+  const int token = o / kTileRows >> (__ffs(units_at_once) - 1);
+  const int n = p.gated ? 2 * slot : slot;
+  Output at = find_output(p, tile_of(p, unit, end_unit, n), row, token);
+  at.sum = (token * kTiles + n) * kTileRows + row;
   return at;
 }
 

@@ -31,10 +31,10 @@ struct Block {
       : p(program), shared(memory) {}
 
   __device__ __forceinline__ std::uint32_t full(unsigned buffer) const {
-    return shared_offset(shared + p.barriers_at) + 8 * buffer;
+    return shared_address(shared + p.barriers_at) + 8 * buffer;
   }
   __device__ __forceinline__ std::uint32_t empty(unsigned buffer) const {
-    return shared_offset(shared + p.barriers_at) + 16 + 8 * buffer;
+    return shared_address(shared + p.barriers_at) + 16 + 8 * buffer;
   }
   __device__ __forceinline__ std::uint64_t* team_barrier(int team) const {
     return reinterpret_cast<std::uint64_t*>(shared + p.barriers_at + 32) + team;
@@ -58,9 +58,9 @@ struct Block {
       for (int i = 0; i < 2; ++i) {
         init_barrier(full(i), 1);
         init_barrier(empty(i), kBlocks);
-        init_barrier(shared_offset(team_barrier(i)), 1);
+        init_barrier(shared_address(team_barrier(i)), 1);
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      fence_barriers();
     }
     __syncthreads();
     const auto* shapes = reinterpret_cast<const Shape*>(shared + p.shapes_at);
@@ -215,8 +215,9 @@ struct Block {
             }));
       });
       if (s.normed && lane < s.slices) {
-        send(peer_offset(shared_offset(squares(op) + slice * s.tokens + token), first_peer + lane),
-             square, peer_offset(full(entry.first_turn & 1), first_peer + lane));
+        send(
+            peer_address(shared_address(squares(op) + slice * s.tokens + token), first_peer + lane),
+            square, peer_address(full(entry.first_turn & 1), first_peer + lane));
       }
     }
   }
@@ -228,7 +229,7 @@ struct Block {
     const int t = lane % 4;
     const int first = turn * s.turn_groups;
     const int last = min(first + s.turn_groups, r.groups);
-    const std::uint32_t sums = shared_offset(partials(buffer));
+    const std::uint32_t sums = shared_address(partials(buffer));
     const std::uint32_t barrier = full(buffer);
     for (int group = first + warp; group < last; group += kWarps) {
       float acc[kTiles][kGroups][4];
@@ -245,16 +246,16 @@ struct Block {
       // Sums lie at their owner as [group][slice][tile][token][row].
       const int owner = first_peer + group % s.slices;
       const int place = ((group - first) / s.slices * s.slices + slice) * kTiles;
-      const std::uint32_t to = peer_offset(sums, owner);
-      const std::uint32_t signal = peer_offset(barrier, owner);
+      const std::uint32_t to = peer_address(sums, owner);
+      const std::uint32_t signal = peer_address(barrier, owner);
 #pragma unroll
       for (int m = 0; m < kGroups; ++m) {
         if (8 * m + g >= s.tokens) continue;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int at = ((place + n) * s.tokens + 8 * m + g) * kTileRows + 2 * t;
-          cuda::send(to + 4 * at,
-                     make_float2(acc[n][m][0] + acc[n][m][2], acc[n][m][1] + acc[n][m][3]), signal);
+          send(to + 4 * at, make_float2(acc[n][m][0] + acc[n][m][2], acc[n][m][1] + acc[n][m][3]),
+               signal);
         }
       }
     }
@@ -403,7 +404,7 @@ struct Block {
     if (turn + 2 < s.turns) {
       __syncthreads();  // the buffer has been read
       if (tid < slices) {
-        arrive_at_peer(peer_offset(empty(buffer), first_peer + tid), kBlocks / slices);
+        arrive_at_peer(peer_address(empty(buffer), first_peer + tid), kBlocks / slices);
       }
     }
   }

@@ -10,7 +10,7 @@ inline constexpr int kChunk = 4;  // loads of a lane that travel together
 
 template <int kBytes>
 __device__ __forceinline__ void copy_few_async(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_offset(to)), "l"(from),
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
                "n"(kBytes)
                : "memory");
 }

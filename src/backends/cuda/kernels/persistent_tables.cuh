@@ -1,4 +1,4 @@
-// The tables that the kernel of persistent.h walks over, and barriers in shared memory.
+// The tables that the kernel of persistent.h walks over.
 #pragma once
 
 #include "backends/cuda/kernels/attention_items.cuh"
@@ -95,26 +95,5 @@ struct Program {
   int teams_at = 0;        // attention, in the place of staged and partials
   int team_bytes = 0;
 };
-
-// --- Barriers in shared memory. ---
-
-__device__ __forceinline__ void init_barrier(std::uint32_t at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void expect_bytes(std::uint32_t at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void arrive_at_peer(std::uint32_t at, int count) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(at),
-               "r"(count)
-               : "memory");
-}
-__device__ __forceinline__ void send(std::uint32_t to, float v, std::uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v),
-      "r"(barrier)
-      : "memory");
-}
 
 }  // namespace pianola::cuda::persistent

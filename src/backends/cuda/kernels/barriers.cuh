@@ -1,0 +1,110 @@
+// Barriers in shared memory (which also count bytes that arrive), and what the thread blocks of a
+// cluster say to each other.
+#pragma once
+
+#include "backends/cuda/kernels/device.cuh"
+
+namespace pianola::cuda {
+
+// Where thread block `block` of the cluster has what lies at `address` here.
+__device__ __forceinline__ std::uint32_t peer_address(std::uint32_t address, int block) {
+  std::uint32_t peer;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(block));
+  return peer;
+}
+
+__device__ __forceinline__ void init_barrier(std::uint32_t at, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+// What was initialised is so for the cluster and for the copy engine.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Arrives, and adds to the bytes that end the phase.
+__device__ __forceinline__ void expect_bytes(std::uint32_t at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void arrive_at_peer(std::uint32_t at, int count) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(at),
+               "r"(count)
+               : "memory");
+}
+// Until the phase with this parity has ended.
+__device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, const char* what,
+                                             int number) {
+  Patience patience;
+  std::uint32_t done = 0;
+  while (true) {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+    if (done != 0 || patience.over()) return;
+    patience.look(what, number);
+  }
+}
+// The same for what the copy engine brings.
+__device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
+  Patience patience;
+  std::uint32_t done = 0;
+  while (true) {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        " mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+    if (done != 0 || patience.over()) return;
+    patience.look("weights", 0);
+  }
+}
+
+// A box of a matrix (boxes_of() in launch.h) from byte x of row y on.
+__device__ __forceinline__ void copy_box(std::uint32_t to, const void* map, int x, int y,
+                                         std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
+// To the shared memory of a peer, whose barrier counts the bytes.
+__device__ __forceinline__ void send(std::uint32_t to, float v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v),
+      "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void send(std::uint32_t to, float2 v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
+      "f"(v.x), "f"(v.y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void send(std::uint32_t to, float4 v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Without an order of memory, for which a fence has to care.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+}  // namespace pianola::cuda
