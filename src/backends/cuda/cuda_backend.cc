@@ -5,7 +5,7 @@
 #include "backends/cuda.h"
 #include "backends/cuda/cuda_error.h"
 #include "backends/cuda/cuda_program.h"
-#include "backends/cuda/kernels/attention.h"
+#include "backends/cuda/kernels/attention_encoder.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
 #include "backends/cuda/kernels/route.h"
@@ -120,29 +120,20 @@ StateId state_of(const Op& op) {
   return {};
 }
 
-// Forms of an op that have no kernel: what a user would call them first.
-void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
+// Forms of an op that have no kernel.
+void refuse_missing_forms(const Plan& plan) {
   const auto refuse = [](const Op& op, const char* what) {
     fail(ErrorCode::kUnsupported,
          "cuda backend: {}: {} has no kernel; the cpu backend has one (--backend cpu)", op_name(op),
          what);
   };
   for (const Op& op : plan.ops) {
-    const auto* attention = std::get_if<AttentionOp>(&op);
-    if (!attention) continue;
-    const auto layer = static_cast<std::size_t>(attention->cache.index);
-    if (tables.caches.attention[layer].holds != CacheHolds::kTokens) {
-      refuse(op, "an encoder's input (cross attention)");
-    }
-    if (attention->bias) refuse(op, "a relative position bias");
-  }
-  for (const Op& op : plan.ops) {
-    if (const auto* qkv = std::get_if<QkvOp>(&op)) {
-      if (!qkv->q.valid()) refuse(op, "keys and values alone");
-      if (!qkv->rope.turns()) refuse(op, "attention without rope");
-    } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
-      if (!mlp->gate.valid()) refuse(op, "an MLP without a gate");
-      if (mlp->activation == Activation::kRelu) refuse(op, "relu");
+    if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+      if (attention->bias && !bias_supported(*attention->bias)) {
+        refuse(op,
+               "a relative position bias that tells apart more than 1,024 distances, or more "
+               "than 64 groups of far ones,");
+      }
     } else if (const auto* experts = std::get_if<ExpertsOp>(&op)) {
       if (experts->activation == Activation::kRelu) refuse(op, "relu");
     }
@@ -158,7 +149,7 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
          "cuda backend: rollback in front of {} has no kernel (it is part of that of embed)",
          op_name(plan.ops[1]));
   }
-  refuse_missing_forms(plan, tables);
+  refuse_missing_forms(plan);
   for (const Op& op : plan.ops) {
     if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
       if (conv->activation.value_or(Activation::kSilu) != Activation::kSilu) {
