@@ -147,11 +147,16 @@ boost::json::object config_json(const CausalModel& model) {
     o["num_experts_per_tok"] = c.experts.num_experts_per_tok;
     o["moe_intermediate_size"] = c.experts.moe_intermediate_size;
   }
+  if (c.latent.present()) {
+    o["kv_lora_rank"] = c.latent.kv_lora_rank;
+    o["qk_rope_head_dim"] = c.latent.qk_rope_head_dim;
+  }
   o["num_hidden_layers"] = c.num_hidden_layers;
   if (c.encoder.num_layers > 0) {
     o["num_encoder_layers"] = c.encoder.num_layers;
     o["decoder_start_token_id"] = c.encoder.decoder_start_token_id;
   }
+  if (c.num_kv_shared_layers > 0) o["num_kv_shared_layers"] = c.num_kv_shared_layers;
   o["num_attention_heads"] = c.num_attention_heads;
   o["num_key_value_heads"] = c.num_key_value_heads;
   o["head_dim"] = c.head_dim;

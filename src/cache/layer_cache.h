@@ -40,6 +40,9 @@ struct AttentionSpec {
   int value_dim = 0;
   int window = 0;  // 0: no window
   CacheHolds holds = CacheHolds::kTokens;
+  // Multi-head latent attention: the values are the first value_dim elements of the keys, stored
+  // once for all heads.
+  bool latent = false;
 };
 
 // Inputs that an output of a short convolution may read.
@@ -123,6 +126,7 @@ struct LayerCacheView {
   std::size_t value_slot_bytes = 0;
   std::byte* keys = nullptr;    // [slots, capacity / 64, kv_heads, 64, key_dim]
   std::byte* values = nullptr;  // [slots, capacity / 64, kv_heads, 64, value_dim]
+  bool latent = false;          // values are the keys: the first value_dim elements of each
 
   std::byte* key_slot(int slot) const {
     return keys + static_cast<std::size_t>(slot) * key_slot_bytes;
@@ -130,6 +134,8 @@ struct LayerCacheView {
   std::byte* value_slot(int slot) const {
     return values + static_cast<std::size_t>(slot) * value_slot_bytes;
   }
+  // Elements from the values of one position to those of the next.
+  int value_stride() const { return latent ? key_dim : value_dim; }
 };
 
 // One state layer's buffers at their final addresses.

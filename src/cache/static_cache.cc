@@ -142,6 +142,7 @@ std::size_t CacheLayout::key_bytes(int layer) const {
 
 std::size_t CacheLayout::value_bytes(int layer) const {
   const AttentionSpec& spec = layers_[static_cast<std::size_t>(layer)];
+  if (spec.latent) return 0;
   return cache_slot_bytes(shape().type_of(spec), capacity(layer), spec.kv_heads, spec.value_dim);
 }
 
@@ -217,7 +218,7 @@ std::size_t StaticCache::first_token_bytes(std::size_t page) const {
           cache_element_bytes(DType::kF32, kCacheBlock, spec.kv_heads, 1));
     };
     add_block(region.keys, spec.key_dim);
-    add_block(region.values, spec.value_dim);
+    if (!spec.latent) add_block(region.values, spec.value_dim);
   }
   if (!state_regions_.empty()) {
     const std::size_t first = state_regions_.front().anchor;
@@ -252,9 +253,10 @@ LayerCacheView StaticCache::layer(int index) const {
           .window = spec.window,
           .holds = spec.holds,
           .key_slot_bytes = layout_.key_bytes(index),
-          .value_slot_bytes = layout_.value_bytes(index),
+          .value_slot_bytes = spec.latent ? layout_.key_bytes(index) : layout_.value_bytes(index),
           .keys = arena_->address(region.keys),
-          .values = arena_->address(region.values)};
+          .values = arena_->address(spec.latent ? region.keys : region.values),
+          .latent = spec.latent};
 }
 
 }  // namespace pianola

@@ -54,7 +54,7 @@ class CacheLayout {
   // Slots of a layer: one for each row, or input; of the step at hand, one.
   int slots(int layer) const;
   std::size_t key_bytes(int layer) const;    // of one slot, with scales
-  std::size_t value_bytes(int layer) const;  // of one slot
+  std::size_t value_bytes(int layer) const;  // of one slot; 0 when the keys hold them
   // Sizes of a state layer; no addresses.
   StateView state_shape(int layer) const;
   std::size_t bytes_per_slot() const;   // of what there is a slot for each row of

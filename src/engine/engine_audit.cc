@@ -74,7 +74,7 @@ void fill_heads(const Target& target, const LayerCacheView& view, std::byte* slo
 
 void fill_layer(const Target& target, const LayerCacheView& view, int slot, int length) {
   fill_heads(target, view, view.key_slot(slot), view.key_dim, length);
-  fill_heads(target, view, view.value_slot(slot), view.value_dim, length);
+  if (!view.latent) fill_heads(target, view, view.value_slot(slot), view.value_dim, length);
 }
 
 // What a state layer's slot holds besides what the token at `length` folds into and reads.

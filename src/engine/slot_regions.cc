@@ -17,7 +17,7 @@ void add_blocks(const LayerCacheView& view, int held, std::vector<SlotRegion>& r
     regions.push_back({base + elements, stride, (stride - elements) / all * blocks});
   };
   add(view.keys, view.key_slot_bytes, view.key_dim);
-  add(view.values, view.value_slot_bytes, view.value_dim);
+  if (!view.latent) add(view.values, view.value_slot_bytes, view.value_dim);
 }
 
 }  // namespace

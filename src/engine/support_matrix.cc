@@ -129,6 +129,9 @@ std::vector<LayerKind> layer_kinds(const ModelConfig& config) {
   if (config.encoder.num_layers > 0) {
     return {{"full attention, and cross attention", static_cast<int>(longest)}};
   }
+  if (config.latent.present()) {
+    return {{"multi-head latent attention", static_cast<int>(longest)}};
+  }
   if (!smallest) return {{"full attention", static_cast<int>(longest)}};
   return {{"full attention", static_cast<int>(std::min(longest, *smallest))},
           {"sliding window", static_cast<int>(*smallest + 1)}};

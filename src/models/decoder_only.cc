@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "models/decoder_blocks.h"
 #include "models/encoder.h"
+#include "models/latent_attention.h"
 #include "models/rope.h"
 #include "models/state_layers.h"
 #include "models/table_builder.h"
@@ -55,6 +56,7 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
   w.experts_gate = table.stack(e.tensors, Part::kExpertsGate, experts, ff, width);
   w.experts_up = table.stack(e.tensors, Part::kExpertsUp, experts, ff, width);
   w.experts_down = table.stack(e.tensors, Part::kExpertsDown, experts, width, ff);
+  w.choice_bias = table.vector_if(e.choice_bias, Part::kChoiceBias, experts);
   if (e.bias) {
     const auto bias = [&](Part part, std::int64_t size) {
       return table.expert_vector(part, part, experts, size);
@@ -65,14 +67,14 @@ void declare_experts(TableBuilder& table, const ModelConfig& c, LayerWeights& w)
     w.experts_down_bias = bias(Part::kExpertsDownBias, width);
   }
   if (const std::int64_t shared = e.shared_expert_intermediate_size) {
-    w.shared_router = table.row(Part::kSharedRouter, width, WeightRole::kRouter);
+    if (e.shared_gate) w.shared_router = table.row(Part::kSharedRouter, width, WeightRole::kRouter);
     w.shared_gate = table.matrix(Part::kSharedGate, shared, width);
     w.shared_up = table.matrix(Part::kSharedUp, shared, width);
     w.shared_down = table.matrix(Part::kSharedDown, width, shared);
   }
 }
 
-void declare_attention(TableBuilder& table, const ModelConfig& c, LayerWeights& w) {
+void declare_attention(TableBuilder& table, const ModelConfig& c, bool own_cache, LayerWeights& w) {
   const std::int64_t width = c.hidden_size;
   const std::int64_t q_width = c.num_attention_heads * c.head_dim;
   const std::int64_t kv_width = c.num_key_value_heads * c.head_dim;
@@ -86,14 +88,14 @@ void declare_attention(TableBuilder& table, const ModelConfig& c, LayerWeights& 
   } else {
     w.q = table.matrix(Part::kQ, q_width, width);
   }
-  w.k = table.matrix(Part::kK, kv_width, width);
-  w.v = table.matrix(Part::kV, kv_width, width);
   w.q_bias = table.vector_if(c.qkv_bias, Part::kQBias, q_width);
-  w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
-  w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
-  if (c.qk_norm) {
-    w.q_norm = table.norm(Part::kQNorm, c.head_dim, c.norm_offset);
-    w.k_norm = table.norm(Part::kKNorm, c.head_dim, c.norm_offset);
+  if (c.qk_norm) w.q_norm = table.norm(Part::kQNorm, c.head_dim, c.norm_offset);
+  if (own_cache) {
+    w.k = table.matrix(Part::kK, kv_width, width);
+    w.v = table.matrix(Part::kV, kv_width, width);
+    w.k_bias = table.vector_if(c.qkv_bias, Part::kKBias, kv_width);
+    w.v_bias = table.vector_if(c.qkv_bias, Part::kVBias, kv_width);
+    if (c.qk_norm) w.k_norm = table.norm(Part::kKNorm, c.head_dim, c.norm_offset);
   }
   w.o = table.matrix(Part::kO, width, q_width);
   w.o_bias = table.vector_if(c.output_bias, Part::kOBias, width);
@@ -109,8 +111,11 @@ LayerWeights declare_layer(TableBuilder& table, const ModelConfig& c, std::int64
     return table.norm(part, size, c.norm_offset);
   };
   w.attention_norm = norm(Part::kAttentionNorm, width);
-  if (c.state.of_layer(layer) == Mixer::kAttention) {
-    declare_attention(table, c, w);
+  if (c.latent.present()) {
+    w.latent = declare_latent_attention(table, c);
+    w.o = table.matrix(Part::kO, width, c.num_attention_heads * c.latent.v_head_dim);
+  } else if (c.state.of_layer(layer) == Mixer::kAttention) {
+    declare_attention(table, c, c.cache_layer(layer) == layer, w);
   } else {
     w.state = declare_state_layer(table, c);
   }
@@ -154,6 +159,7 @@ std::vector<float> inverse_frequencies(const Checkpoint& checkpoint, const Model
 AttentionBuffers attention_buffers(Recorder& r, const ModelConfig& config) {
   const std::int64_t width = config.num_attention_heads * config.head_dim;
   AttentionBuffers buffers;
+  if (config.latent.present()) return buffers;
   buffers.q = r.buffer("q", Extent::kTokens, width);
   buffers.attended = r.buffer("attended", Extent::kTokens, width);
   if (config.attention_gate) buffers.gate = r.buffer("gate", Extent::kTokens, width);
@@ -174,19 +180,30 @@ void record_attention(Recorder& r, const ModelConfig& config, const LayerWeights
   const auto head_norm = [eps](WeightId weight) {
     return weight.valid() ? std::optional<RmsNorm>({weight, eps}) : std::nullopt;
   };
-  r.record(QkvOp{.in = x,
-                 .norm = {w.attention_norm, eps},
-                 .q = w.q,
-                 .k = w.k,
-                 .v = w.v,
-                 .q_bias = w.q_bias,
-                 .k_bias = w.k_bias,
-                 .v_bias = w.v_bias,
-                 .q_norm = head_norm(w.q_norm),
-                 .k_norm = head_norm(w.k_norm),
-                 .rope = places.rope,
-                 .cache = cache,
-                 .q_out = buffers.q});
+  if (w.k.valid()) {
+    r.record(QkvOp{.in = x,
+                   .norm = {w.attention_norm, eps},
+                   .q = w.q,
+                   .k = w.k,
+                   .v = w.v,
+                   .q_bias = w.q_bias,
+                   .k_bias = w.k_bias,
+                   .v_bias = w.v_bias,
+                   .q_norm = head_norm(w.q_norm),
+                   .k_norm = head_norm(w.k_norm),
+                   .rope = places.rope,
+                   .cache = cache,
+                   .q_out = buffers.q});
+  } else {
+    r.record(QueryOp{.in = x,
+                     .norm = {w.attention_norm, eps},
+                     .q = w.q,
+                     .q_bias = w.q_bias,
+                     .q_norm = head_norm(w.q_norm),
+                     .rope = places.rope,
+                     .head_dim = static_cast<std::int32_t>(config.head_dim),
+                     .q_out = buffers.q});
+  }
   r.record(AttentionOp{.q = buffers.q,
                        .cache = cache,
                        .heads = static_cast<std::int32_t>(config.num_attention_heads),
@@ -220,7 +237,7 @@ ExpertBuffers expert_buffers(Recorder& r, const ModelConfig& config) {
   if (e.num_experts == 0) return buffers;
   buffers.routing = r.buffer("routing", Extent::kTokens, 2 * e.num_experts_per_tok);
   if (e.shared_expert_intermediate_size == 0) return buffers;
-  buffers.shared = r.buffer("shared", Extent::kTokens, 2);
+  if (e.shared_gate) buffers.shared = r.buffer("shared", Extent::kTokens, 2);
   buffers.mixed = r.buffer("mixed", Extent::kTokens, config.hidden_size);
   return buffers;
 }
@@ -253,8 +270,11 @@ void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& 
                    .bias = w.router_bias,
                    .top_k = static_cast<std::int32_t>(config.experts.num_experts_per_tok),
                    .score = config.experts.score,
+                   .choice_bias = w.choice_bias,
+                   .groups = config.experts.groups,
+                   .scale = static_cast<float>(config.experts.route_scale),
                    .out = buffers.routing});
-  const bool shared = w.shared_router.valid();
+  const bool shared = w.shared_gate.valid();
   r.record(ExpertsOp{.in = x,
                      .norm = norm,
                      .routing = buffers.routing,
@@ -268,6 +288,17 @@ void record_experts(Recorder& r, const ModelConfig& config, const LayerWeights& 
                      .residual = residual,
                      .out = shared ? buffers.mixed : out});
   if (!shared) return;
+  if (!w.shared_router.valid()) {  // with a weight of 1 it is a plain MLP
+    r.record(GatedMlpOp{.in = x,
+                        .norm = norm,
+                        .gate = w.shared_gate,
+                        .up = w.shared_up,
+                        .down = w.shared_down,
+                        .activation = config.hidden_act,
+                        .residual = buffers.mixed,
+                        .out = out});
+    return;
+  }
   r.record(RouteOp{.in = x,
                    .norm = norm,
                    .weight = w.shared_router,
@@ -313,18 +344,19 @@ ModelTables decoder_tables(const Checkpoint& checkpoint, const ModelConfig& conf
                       .value_dim = static_cast<int>(config.head_dim)};
   for (std::int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     table.set_layer(layer);
-    tables.layers.push_back(declare_layer(table, config, layer));
-    if (config.encoder.num_layers > 0) {
-      declare_cross_attention(table, config, tables.layers.back());
-    }
+    LayerWeights& w = tables.layers.emplace_back(declare_layer(table, config, layer));
+    if (config.encoder.num_layers > 0) declare_cross_attention(table, config, w);
     const std::int64_t window =
         config.layer_windows.empty() ? 0 : config.layer_windows[static_cast<std::size_t>(layer)];
     // One that no row outgrows is full attention.
     cache.window = window < max_seq_len ? static_cast<int>(window) : 0;
-    if (config.state.of_layer(layer) == Mixer::kAttention) {
-      tables.caches.push_back(cache);
-    } else {
+    if (config.state.of_layer(layer) != Mixer::kAttention) {
       tables.states.push_back(state_spec(config));
+    } else if (const std::int64_t source = config.cache_layer(layer); source != layer) {
+      w.cache = tables.layers[static_cast<std::size_t>(source)].cache;
+    } else {
+      w.cache = {static_cast<std::int32_t>(tables.caches.size())};
+      tables.caches.push_back(config.latent.present() ? latent_spec(config) : cache);
     }
   }
   tables.final_norm = table.scaled_norm(Part::kFinalNorm, config.hidden_size, config.norm_offset,
@@ -343,7 +375,7 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
   const BufferId x = r.buffer("x", Extent::kTokens, config.hidden_size);
   const AttentionBuffers attention = attention_buffers(r, config);
   const StateBuffers states = state_buffers(r, config);
-  std::int32_t next_cache = 0;
+  const LatentBuffers latents = latent_buffers(r, config);
   std::int32_t next_state = 0;
 
   // What a block adds, where it is normed first.
@@ -362,9 +394,13 @@ Plan record_decoder(const ModelConfig& config, const ModelTables& tables, const 
         !config.layer_windows.empty() && config.layer_windows[static_cast<std::size_t>(layer)] > 0;
     if (w.state.out.valid()) {
       record_state_layer(r, config, w, states, StateId{next_state++}, x, residual, target);
+    } else if (w.latent.kv.valid()) {
+      record_latent_attention(r, config, tables, w, latents, x);
+      r.record(
+          LinearOp{.in = latents.attended, .weight = w.o, .residual = residual, .out = target});
     } else {
       const TokenPlaces places{windowed ? tables.window_rope : tables.rope, tables.bias};
-      record_attention(r, config, w, places, CacheId{next_cache++}, attention, x, residual, target);
+      record_attention(r, config, w, places, w.cache, attention, x, residual, target);
     }
     if (w.cross_q.valid()) {
       record_cross_attention(r, config, w, CacheId{tables.encoder.first_cross.index + layer},

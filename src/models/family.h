@@ -41,6 +41,7 @@ struct Family {
   bool gguf_qk_norm = false;
   bool gguf_experts = false;  // and nothing but them: no layer has a plain MLP
   bool gguf_shared_expert = false;
+  bool gguf_latent = false;  // multi-head latent attention, and experts as DeepSeek has them
   RouteScore gguf_route_score = RouteScore::kSoftmaxOfChosen;
   // The rest of it, once the shared keys are read.
   void (*finish_gguf)(const Metadata& metadata, ModelConfig& config) = nullptr;
@@ -49,6 +50,8 @@ struct Family {
 };
 
 extern const Family kBamba;
+extern const Family kDeepseekV2;
+extern const Family kDeepseekV3;
 extern const Family kGemma3;
 extern const Family kGptOss;
 extern const Family kLlama;

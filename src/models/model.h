@@ -29,15 +29,26 @@ struct StateLayerWeights {
   WeightId norm, out;
 };
 
+// Of a layer with multi-head latent attention, beside its o.
+struct LatentLayerWeights {
+  WeightId q_a, q_a_norm;  // where queries have a rank of their own
+  WeightId q;              // [heads * (nope + rope), width or rank]
+  WeightId kv, kv_norm;    // [kv_lora_rank + rope, width], [kv_lora_rank]
+  WeightId absorb;         // stack [heads][kv_lora_rank, nope]
+  WeightId values;         // stack [heads][v_head_dim, kv_lora_rank]
+};
+
 struct LayerWeights {
-  StateLayerWeights state;  // in place of attention
+  StateLayerWeights state;    // in place of attention
+  LatentLayerWeights latent;  // in place of q, k and v
   WeightId attention_gate;
+  CacheId cache;  // that it attends to: without k and v of another layer, before it
   WeightId attention_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, o_bias;
   WeightId mlp_norm, gate, up, down, gate_bias, up_bias, down_bias;
   WeightId post_attention_norm, post_mlp_norm;  // where the model has them
   WeightId sinks;
   // In place of gate, up and down, where the layer has experts.
-  WeightId router, router_bias, experts_gate, experts_up, experts_down;
+  WeightId router, router_bias, choice_bias, experts_gate, experts_up, experts_down;
   WeightId experts_gate_bias, experts_up_bias, experts_down_bias;
   WeightId shared_router, shared_gate, shared_up, shared_down;
   // Of a decoder behind an encoder.

@@ -223,6 +223,18 @@ std::optional<std::int64_t> ModelConfig::smallest_window() const {
   return smallest;
 }
 
+std::int64_t ModelConfig::cache_layer(std::int64_t layer) const {
+  if (num_kv_shared_layers == 0) return layer;  // of an encoder too, which may have more layers
+  const std::int64_t own = num_hidden_layers - num_kv_shared_layers;
+  if (layer < own) return layer;
+  const auto window = [this](std::int64_t l) {
+    return layer_windows.empty() ? 0 : layer_windows[static_cast<std::size_t>(l)];
+  };
+  std::int64_t source = own - 1;
+  while (source >= 0 && window(source) != window(layer)) --source;
+  return source;
+}
+
 const char* rope_kind_name(RopeKind kind) {
   static constexpr std::array kNames = {"default", "linear", "dynamic", "yarn", "llama3"};
   return kNames[static_cast<std::size_t>(kind)];
@@ -238,9 +250,12 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
     return field;
   };
   const FieldName name = [&](std::string_view field) {
-    // transformers writes either name.
-    const bool other = field == "num_experts" && is_absent(root, field);
-    return root.field_path(other ? "num_local_experts" : own(field));
+    // transformers writes any of these names.
+    if (field == "num_experts" && is_absent(root, field)) {
+      return root.field_path(is_absent(root, "n_routed_experts") ? "num_local_experts"
+                                                                 : "n_routed_experts");
+    }
+    return root.field_path(own(field));
   };
   refuse_unsupported_fields(root, family);
 
@@ -268,6 +283,7 @@ ModelConfig parse_hf_config(const json::value& value, const std::string& where) 
   if (family.partial_rotary_factor > 0) {
     config.rope.partial_rotary_factor = family.partial_rotary_factor;
   }
+  config.num_kv_shared_layers = root.find_int("num_kv_shared_layers").value_or(0);
   parse_rope(root, config);
   family.parse_hf(root, config);
   apply_layer_types(root, config);

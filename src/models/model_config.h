@@ -77,6 +77,10 @@ struct ExpertsConfig {
   bool bias = false;                                 // of the router and of every expert
   ExpertTensors tensors = ExpertTensors::kStacked;
   std::vector<bool> dense_layers;  // which have a plain MLP all the same; empty: none
+  bool shared_gate = true;         // the shared expert has a weight of its own; else 1
+  bool choice_bias = false;        // a bias of each expert that chooses, and weighs nothing
+  RouteGroups groups;              // experts come from the best of these
+  double route_scale = 1;          // of all weights
 
   bool in_layer(std::int64_t layer) const {
     return num_experts > 0 &&
@@ -116,8 +120,22 @@ struct StateLayerConfig {
   bool operator==(const StateLayerConfig&) const = default;
 };
 
+// Multi-head latent attention: keys and values of all heads come from one latent a token, which is
+// all that is cached, with one part that turns for all heads.
+struct LatentConfig {
+  std::int64_t kv_lora_rank = 0;  // of the latent; 0: there is none
+  std::int64_t q_lora_rank = 0;   // 0: queries are one product
+  std::int64_t qk_nope_head_dim = 0;
+  std::int64_t qk_rope_head_dim = 0;  // head_dim as well: what rope turns
+  std::int64_t v_head_dim = 0;
+  double norm_eps = 1e-6;  // of both ranks
+
+  bool present() const { return kv_lora_rank > 0; }
+  bool operator==(const LatentConfig&) const = default;
+};
+
 // What files of Hugging Face call the tensors of a layer.
-enum class TensorNaming : std::uint8_t { kCommon, kBamba, kT5, kT5Encoder };
+enum class TensorNaming : std::uint8_t { kCommon, kBamba, kDeepseek, kT5, kT5Encoder };
 
 // An encoder in front of the decoder (T5): it reads all of an input at once, and every layer of the
 // decoder attends to what it has made of it. Its layers are as wide as the decoder's.
@@ -138,7 +156,8 @@ struct RelativeBiasConfig {
 
 struct ModelConfig {
   // Family: "llama" (Llama 2 and 3, SmolLM2), "mistral", "qwen2", "qwen3", "gemma3_text",
-  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "bamba", "t5".
+  // "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "bamba", "deepseek_v2",
+  // "deepseek_v3", "t5".
   std::string model_type;
   TensorNaming tensor_naming = TensorNaming::kCommon;
 
@@ -157,6 +176,7 @@ struct ModelConfig {
   EncoderConfig encoder;
   RelativeBiasConfig relative_bias;
   bool gated_mlp = true;  // else the MLP is down(act(up(x)))
+  LatentConfig latent;
 
   bool qkv_bias = false;             // q_proj, k_proj, v_proj (Qwen2; Llama with attention_bias)
   bool output_bias = false;          // o_proj (Llama with attention_bias)
@@ -188,6 +208,14 @@ struct ModelConfig {
   // layer has a window.
   std::vector<std::int64_t> layer_windows;
   std::optional<std::int64_t> smallest_window() const;
+  // The last layers that have no keys and values of their own: each attends to those of the last
+  // layer before all of them that has a window as it has, or none as it has none.
+  std::int64_t num_kv_shared_layers = 0;
+  // Layers behind the last one, of a draft that is not run: their tensors are left alone.
+  std::int64_t num_nextn_predict_layers = 0;
+  // Of such a layer, the one whose cache it attends to; of another, the layer itself; -1: there is
+  // none.
+  std::int64_t cache_layer(std::int64_t layer) const;
 
   std::optional<std::int64_t> bos_token_id = std::nullopt;
   std::vector<std::int64_t> eos_token_ids;  // any of them ends an answer
@@ -205,7 +233,7 @@ ModelConfig parse_hf_config(const boost::json::value& config,
 void apply_generation_config(const boost::json::value& generation, ModelConfig& config,
                              const std::string& where = "generation_config.json");
 
-// From GGUF metadata (general.architecture llama, qwen2, qwen3, qwen3moe, gemma3, gpt-oss or t5).
+// From GGUF metadata (general.architecture of a family in registry.cc).
 ModelConfig parse_gguf_config(const Metadata& metadata);
 
 }  // namespace pianola

@@ -1,5 +1,6 @@
 #include "models/model_config_check.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/check.h"
@@ -26,6 +27,7 @@ void check_sizes(const ModelConfig& c, const FieldName& name) {
   check_int(name, "hidden_size", c.hidden_size, 1, kMaxWidth);
   check_int(name, "intermediate_size", c.intermediate_size, 1, kMaxWidth);
   check_int(name, "num_hidden_layers", c.num_hidden_layers, 1, kMaxLayers);
+  check_int(name, "num_nextn_predict_layers", c.num_nextn_predict_layers, 0, kMaxLayers);
   check_int(name, "num_attention_heads", c.num_attention_heads, 1, kMaxHeads);
   check_int(name, "num_key_value_heads", c.num_key_value_heads, 1, c.num_attention_heads);
   check_int(name, "head_dim", c.head_dim, 2, kMaxHeadDim);
@@ -55,6 +57,41 @@ void check_experts(const ExpertsConfig& e, const FieldName& name) {
   check_int(name, "num_experts_per_tok", e.num_experts_per_tok, 1, e.num_experts);
   check_int(name, "moe_intermediate_size", e.moe_intermediate_size, 1, kMaxWidth);
   check_int(name, "shared_expert_intermediate_size", e.shared_expert_intermediate_size, 0,
+            kMaxWidth);
+}
+
+void check_routing(const ExpertsConfig& e, const FieldName& name) {
+  if (e.num_experts == 0) return;
+  check_positive(name, "routed_scaling_factor", e.route_scale, 1e6);
+  check_int(name, "n_group", e.groups.count, 1, kMaxRouteGroups);
+  if (e.num_experts % e.groups.count != 0) {
+    fail(ErrorCode::kInvalidModel, "{}: {} does not divide {} ({})", name("n_group"),
+         e.groups.count, name("num_experts"), e.num_experts);
+  }
+  const std::int64_t group = e.num_experts / e.groups.count;
+  check_int(name, "topk_group", e.groups.chosen, 1, e.groups.count);
+  if (group < e.groups.best) {
+    fail(ErrorCode::kInvalidModel, "{}: groups of {} experts, expected at least {}",
+         name("n_group"), group, e.groups.best);
+  }
+  if (group * e.groups.chosen < e.num_experts_per_tok) {
+    fail(ErrorCode::kInvalidModel, "{}: {} groups of {} experts, {} experts are chosen",
+         name("topk_group"), e.groups.chosen, group, e.num_experts_per_tok);
+  }
+}
+
+void check_latent(const ModelConfig& c, const FieldName& name) {
+  const LatentConfig& l = c.latent;
+  if (!l.present()) return;
+  check_int(name, "kv_lora_rank", l.kv_lora_rank, 1, kMaxHeadDim);
+  check_int(name, "q_lora_rank", l.q_lora_rank, 0, kMaxWidth);
+  check_int(name, "qk_nope_head_dim", l.qk_nope_head_dim, 1, kMaxHeadDim);
+  check_int(name, "qk_rope_head_dim", l.qk_rope_head_dim, 2, kMaxHeadDim);
+  check_int(name, "v_head_dim", l.v_head_dim, 1, kMaxHeadDim);
+  const std::int64_t widest =
+      std::max({l.qk_nope_head_dim + l.qk_rope_head_dim, l.qk_nope_head_dim + l.v_head_dim,
+                l.kv_lora_rank + l.qk_rope_head_dim});
+  check_int(name, "num_attention_heads, times a head's width", c.num_attention_heads * widest, 1,
             kMaxWidth);
 }
 
@@ -107,6 +144,23 @@ void check_relative_bias(const RelativeBiasConfig& bias, const FieldName& name) 
             kMaxBiasDistance);
 }
 
+void check_shared_layers(const ModelConfig& c, const FieldName& name) {
+  check_int(name, "num_kv_shared_layers", c.num_kv_shared_layers, 0, c.num_hidden_layers - 1);
+  if (c.num_kv_shared_layers == 0) return;
+  if (!c.state.mixers.empty() || c.latent.present() || c.encoder.num_layers > 0) {
+    fail(ErrorCode::kUnsupported,
+         "{}: not together with layers that fold tokens into a state, latent attention, or an "
+         "encoder",
+         name("num_kv_shared_layers"));
+  }
+  for (std::int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    if (c.cache_layer(layer) >= 0) continue;
+    fail(ErrorCode::kInvalidModel,
+         "{}: layer {} has no keys and values, and no layer before the last {} is of its kind",
+         name("num_kv_shared_layers"), layer, c.num_kv_shared_layers);
+  }
+}
+
 void check_rope(const RopeConfig& rope, const FieldName& name) {
   // A base of 1 or less gives no longer wavelengths, and yarn divides by its logarithm.
   if (!(std::isfinite(rope.theta) && rope.theta > 1.0 && rope.theta <= 1e30)) {
@@ -148,10 +202,13 @@ void check_rope(const RopeConfig& rope, const FieldName& name) {
 void check_model_config(const ModelConfig& config, const FieldName& name) {
   check_sizes(config, name);
   check_experts(config.experts, name);
+  check_routing(config.experts, name);
+  check_latent(config, name);
   check_state_layers(config.state, name);
   check_encoder(config, name);
   check_relative_bias(config.relative_bias, name);
   check_positive(name, "head_scale", config.head_scale, 1.0);
+  check_shared_layers(config, name);
   check_positive(name, "rms_norm_eps", config.rms_norm_eps, 1.0);
   check_rope(config.rope, name);
   if (config.window_rope) check_rope(*config.window_rope, name);

@@ -35,6 +35,14 @@ constexpr std::array kFields = {
     GgufField{"decoder_start_token_id", "decoder_start_token_id"},
     GgufField{"relative_attention_num_buckets", "attention.relative_buckets_count"},
     GgufField{"relative_attention_max_distance", "attention.relative_buckets_count"},
+    GgufField{"n_group", "expert_group_count"},
+    GgufField{"topk_group", "expert_group_used_count"},
+    GgufField{"routed_scaling_factor", "expert_weights_scale"},
+    GgufField{"kv_lora_rank", "attention.kv_lora_rank"},
+    GgufField{"q_lora_rank", "attention.q_lora_rank"},
+    GgufField{"qk_rope_head_dim", "rope.dimension_count"},
+    GgufField{"qk_nope_head_dim", "attention.key_length_mla"},
+    GgufField{"v_head_dim", "attention.value_length_mla"},
     GgufField{"rope_theta", "rope.freq_base"},
     GgufField{"rope_scaling.factor", "rope.scaling.factor"},
     GgufField{"rope_scaling.original_max_position_embeddings",
@@ -123,9 +131,6 @@ void read_yarn(const ArchKeys& keys, RopeConfig& rope) {
   if (ext >= 0.0 && ext != 1.0) {  // negative: not set
     keys.refuse("rope.scaling.yarn_ext_factor", "only 1, found {}", ext);
   }
-  if (keys.find_float("rope.scaling.yarn_log_multiplier").value_or(0.0) != 0.0) {
-    keys.refuse("rope.scaling.yarn_log_multiplier", "not supported");
-  }
   rope.beta_fast = keys.find_float("rope.scaling.yarn_beta_fast").value_or(32.0);
   rope.beta_slow = keys.find_float("rope.scaling.yarn_beta_slow").value_or(1.0);
   if (rope.beta_fast < 0.0) rope.beta_fast = 32.0;
@@ -152,6 +157,11 @@ RopeConfig read_rope(const Metadata& metadata, const ArchKeys& keys, const Model
                                               .value_or(config.max_position_embeddings);
   if (rope.kind == RopeKind::kYarn) {
     read_yarn(keys, rope);
+    // Only read_latent() knows what to do with it.
+    if (!config.latent.present() &&
+        keys.find_float("rope.scaling.yarn_log_multiplier").value_or(0.0) != 0.0) {
+      keys.refuse("rope.scaling.yarn_log_multiplier", "not supported");
+    }
     return rope;
   }
   if (keys.find_float("rope.scaling.attn_factor").value_or(1.0) != 1.0) {
@@ -172,13 +182,96 @@ void read_shared_expert(const ArchKeys& keys, std::int64_t feed_forward, Experts
           .value_or(feed_forward / std::max<std::int64_t>(experts.num_experts_per_tok, 1));
 }
 
-ExpertsConfig read_experts(const ArchKeys& keys, const Family& family, std::int64_t feed_forward) {
+ExpertsConfig read_deepseek_experts(const ArchKeys& keys, std::int64_t layers) {
+  ExpertsConfig experts{.num_experts = keys.get_int("expert_count"),
+                        .num_experts_per_tok = keys.get_int("expert_used_count"),
+                        .moe_intermediate_size = keys.get_int("expert_feed_forward_length")};
+  const std::int64_t shared = keys.get_int("expert_shared_count");
+  if (experts.num_experts < 1 || shared < 1 || shared > kMaxExperts ||
+      experts.moe_intermediate_size > kMaxWidth) {
+    fail(ErrorCode::kInvalidModel, "metadata key '{}': {} experts beside {}, expected some of both",
+         keys.key("expert_shared_count"), shared, experts.num_experts);
+  }
+  experts.shared_expert_intermediate_size = shared * experts.moe_intermediate_size;
+  experts.shared_gate = false;
+  const double scale = keys.find_float("expert_weights_scale").value_or(1.0);
+  experts.route_scale = scale == 0.0 ? 1.0 : scale;
+  constexpr std::int64_t kSoftmaxGating = 1;
+  constexpr std::int64_t kSigmoidGating = 2;
+  const std::int64_t gating = keys.find_int("expert_gating_func").value_or(kSoftmaxGating);
+  const bool norm = keys.find_bool("expert_weights_norm").value_or(false);
+  if (gating == kSoftmaxGating) {
+    experts.score = norm ? RouteScore::kSoftmaxOfChosen : RouteScore::kSoftmax;
+  } else if (gating == kSigmoidGating) {
+    experts.score = norm ? RouteScore::kSigmoidOfChosen : RouteScore::kSigmoid;
+    experts.choice_bias = true;
+  } else {
+    keys.refuse("expert_gating_func", "only 1 (softmax) and 2 (sigmoid), found {}", gating);
+  }
+  const std::int64_t groups = keys.find_int("expert_group_count").value_or(0);
+  if (groups > 1) {
+    const std::int64_t used = keys.find_int("expert_group_used_count").value_or(0);
+    if (groups > kMaxRouteGroups || used < 1 || used > groups) {
+      fail(ErrorCode::kInvalidModel, "metadata key '{}': {} groups, {} of them, expected 1 to {}",
+           keys.key("expert_group_count"), groups, used, kMaxRouteGroups);
+    }
+    experts.groups = {static_cast<std::int32_t>(groups), static_cast<std::int32_t>(used), 2};
+  }
+  if (layers < 1 || layers > kMaxLayers) return experts;  // refused by check_model_config
+  const std::int64_t plain = keys.find_int("leading_dense_block_count").value_or(0);
+  for (std::int64_t layer = 0; layer < layers; ++layer) {
+    experts.dense_layers.push_back(layer < plain);
+  }
+  return experts;
+}
+
+// What the keys of latent attention say. Early files have keys and values of each head, later ones
+// those that attention sees in the space of the latent, and the heads' by names of their own.
+LatentConfig read_latent(const ArchKeys& keys) {
+  LatentConfig latent{.kv_lora_rank = keys.get_int("attention.kv_lora_rank"),
+                      .q_lora_rank = keys.find_int("attention.q_lora_rank").value_or(0),
+                      .qk_rope_head_dim = keys.get_int("rope.dimension_count")};
+  if (latent.kv_lora_rank < 1) {
+    fail(ErrorCode::kInvalidModel, "metadata key '{}': expected a positive number, found {}",
+         keys.key("attention.kv_lora_rank"), latent.kv_lora_rank);
+  }
+  const bool late = keys.contains("attention.key_length_mla");
+  latent.qk_nope_head_dim =
+      keys.get_int(late ? "attention.key_length_mla" : "attention.key_length") -
+      latent.qk_rope_head_dim;
+  latent.v_head_dim = keys.get_int(late ? "attention.value_length_mla" : "attention.value_length");
+  latent.norm_eps = keys.find_float("attention.layer_norm_rms_epsilon").value_or(0.0);
+  return latent;
+}
+
+// llama.cpp turns by plain angles and scales the scores by the square of this.
+void scale_latent_scores(const ArchKeys& keys, ModelConfig& config) {
+  const LatentConfig& l = config.latent;
+  double stretch = 1;
+  if (config.rope.kind == RopeKind::kYarn) {
+    const double log = keys.find_float("rope.scaling.yarn_log_multiplier").value_or(0.0);
+    if (!(log > 0)) {
+      keys.refuse("rope.scaling.yarn_log_multiplier", "only a positive number, found {}", log);
+    }
+    if (config.rope.attention_factor) {
+      keys.refuse("rope.scaling.attn_factor", "not with latent attention");
+    }
+    config.rope.attention_factor = 1;
+    stretch = 1 + log * std::log(std::max(config.rope.factor, 1.0));
+  }
+  config.attention_scale =
+      stretch * stretch / std::sqrt(static_cast<double>(l.qk_nope_head_dim + l.qk_rope_head_dim));
+}
+
+ExpertsConfig read_experts(const ArchKeys& keys, const Family& family, std::int64_t feed_forward,
+                           std::int64_t layers) {
   if (!family.gguf_experts) {
     for (const std::string_view key : {"expert_count", "expert_used_count"}) {
       if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "mixtures of experts");
     }
     return {};
   }
+  if (family.gguf_latent) return read_deepseek_experts(keys, layers);
   for (const std::string_view key : {"expert_shared_count", "expert_group_count"}) {
     if (keys.find_int(key).value_or(0) != 0) keys.refuse(key, "not supported");
   }
@@ -211,7 +304,7 @@ void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys,
     }
   }
   if (const auto width = keys.find_int("attention.value_length")) {
-    if (*width != config.head_dim) {
+    if (!config.latent.present() && *width != config.head_dim) {
       keys.refuse("attention.value_length", "only the key's width ({}), found {}", config.head_dim,
                   *width);
     }
@@ -303,7 +396,10 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
       require(keys, "attention.head_count", per_layer("attention.head_count"));
   config.num_key_value_heads =
       per_layer("attention.head_count_kv").value_or(config.num_attention_heads);
-  if (const auto width = keys.find_int("attention.key_length")) {
+  if (family.gguf_latent) {
+    config.latent = read_latent(keys);
+    config.head_dim = config.latent.qk_rope_head_dim;
+  } else if (const auto width = keys.find_int("attention.key_length")) {
     config.head_dim = *width;
   } else {
     config.head_dim = derived_head_dim(config.hidden_size, config.num_attention_heads, name);
@@ -311,8 +407,9 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
   config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
   read_special_tokens(metadata, config);
   refuse_unsupported_keys(metadata, keys, config);
-  config.experts = read_experts(keys, family, config.intermediate_size);
+  config.experts = read_experts(keys, family, config.intermediate_size, config.num_hidden_layers);
   config.rope = read_rope(metadata, keys, config);
+  if (config.latent.present()) scale_latent_scores(keys, config);
   if (family.finish_gguf) {
     family.finish_gguf(metadata, config);
   } else {

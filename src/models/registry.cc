@@ -5,9 +5,9 @@
 namespace pianola {
 
 std::span<const Family* const> families() {
-  static constexpr std::array<const Family*, 12> kFamilies = {
-      &kBamba,    &kGemma3, &kGptOss,   &kLlama,     &kMistral, &kQwen2,
-      &kQwen2Moe, &kQwen3,  &kQwen3Moe, &kQwen3Next, &kQwen35,  &kT5};
+  static constexpr std::array<const Family*, 14> kFamilies = {
+      &kBamba, &kDeepseekV2, &kDeepseekV3, &kGemma3,   &kGptOss,    &kLlama,  &kMistral,
+      &kQwen2, &kQwen2Moe,   &kQwen3,      &kQwen3Moe, &kQwen3Next, &kQwen35, &kT5};
   return kFamilies;
 }
 

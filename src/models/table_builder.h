@@ -105,6 +105,16 @@ class TableBuilder {
     return push_stack(part, info, experts, rows, cols,
                       {.columns = columns, .first_column = first_column});
   }
+  // Matrices [rows, cols] of all heads from one tensor, which has source.source_rows rows a head:
+  // those from source.first_row on, or with one column what they are transposed.
+  WeightId head_stack(Part part, Part tensor, std::int64_t heads, std::int64_t rows,
+                      std::int64_t cols, StackSource source) {
+    const bool transposed = source.columns > 0;
+    const TensorInfo& info =
+        checked(tensor, Shape{heads * source.source_rows, transposed ? rows : cols});
+    if (transposed) require_floats(info);
+    return push_stack(part, info, heads, rows, cols, std::move(source));
+  }
   // A vector [experts * size] from a tensor [experts, size * columns].
   WeightId expert_vector(Part part, Part tensor, std::int64_t experts, std::int64_t size,
                          std::int32_t columns = 1, std::int32_t first_column = 0) {

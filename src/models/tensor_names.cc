@@ -18,7 +18,7 @@ struct Names {
 };
 
 // In the order of Part.
-constexpr std::array<Names, 74> kNames = {{
+constexpr std::array<Names, 83> kNames = {{
     {false, "embed_tokens", "token_embd.weight", "model.embed_tokens.weight"},
     {false, "norm", "output_norm.weight", "model.norm.weight"},
     {false, "lm_head", "output.weight", "lm_head.weight"},
@@ -95,6 +95,15 @@ constexpr std::array<Names, 74> kNames = {{
     {true, "cross.k_proj", "", ""},
     {true, "cross.v_proj", "", ""},
     {true, "cross.o_proj", "", ""},
+    {true, "q_a_proj", "attn_q_a.weight", "self_attn.q_a_proj.weight"},
+    {true, "q_a_norm", "attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight"},
+    {true, "q_b_proj", "attn_q_b.weight", "self_attn.q_b_proj.weight"},
+    {true, "kv_a_proj", "attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"},
+    {true, "kv_a_norm", "attn_kv_a_norm.weight", "self_attn.kv_a_layernorm.weight"},
+    {true, "kv_b_proj", "attn_kv_b.weight", "self_attn.kv_b_proj.weight"},
+    {true, "k_b_proj", "attn_k_b.weight", ""},
+    {true, "v_b_proj", "attn_v_b.weight", ""},
+    {true, "router_choice_bias", "exp_probs_b.bias", "mlp.gate.e_score_correction_bias"},
 }};
 
 // Of a naming of its own; "" where GGUF has none.
@@ -105,7 +114,7 @@ struct OtherName {
   std::string_view hugging_face;
 };
 
-constexpr std::array<OtherName, 40> kOtherNames = {{
+constexpr std::array<OtherName, 43> kOtherNames = {{
     {TensorNaming::kBamba, Part::kFinalNorm, "", "model.final_layernorm.weight"},
     {TensorNaming::kBamba, Part::kMlpNorm, "", "pre_ff_layernorm.weight"},
     {TensorNaming::kBamba, Part::kGate, "", "feed_forward.gate_proj.weight"},
@@ -114,6 +123,12 @@ constexpr std::array<OtherName, 40> kOtherNames = {{
     {TensorNaming::kBamba, Part::kGateBias, "", "feed_forward.gate_proj.bias"},
     {TensorNaming::kBamba, Part::kUpBias, "", "feed_forward.up_proj.bias"},
     {TensorNaming::kBamba, Part::kDownBias, "", "feed_forward.down_proj.bias"},
+    {TensorNaming::kDeepseek, Part::kSharedGate, "ffn_gate_shexp.weight",
+     "mlp.shared_experts.gate_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedUp, "ffn_up_shexp.weight",
+     "mlp.shared_experts.up_proj.weight"},
+    {TensorNaming::kDeepseek, Part::kSharedDown, "ffn_down_shexp.weight",
+     "mlp.shared_experts.down_proj.weight"},
     {TensorNaming::kT5, Part::kEmbedding, "token_embd.weight", "decoder.embed_tokens.weight"},
     {TensorNaming::kT5, Part::kSharedEmbedding, "", "shared.weight"},
     {TensorNaming::kT5, Part::kFinalNorm, "dec.output_norm.weight",
@@ -197,6 +212,10 @@ std::string weight_name(Part part, std::int64_t layer, TensorNaming naming) {
   const char* stack = naming == TensorNaming::kT5Encoder ? "encoder." : "";
   return names.in_layer ? fmt::format("{}layers.{}.{}", stack, layer, names.own)
                         : fmt::format("{}{}", stack, names.own);
+}
+
+bool is_of_layer(std::string_view name, std::int64_t layer) {
+  return name.starts_with(fmt::format("model.layers.{}.", layer));
 }
 
 bool is_ignored_tensor(std::string_view name) {

@@ -89,6 +89,16 @@ enum class Part : std::uint8_t {
   kCrossK,
   kCrossV,
   kCrossO,
+  // Multi-head latent attention.
+  kLatentQA,  // to the rank of the queries
+  kLatentQANorm,
+  kLatentQB,
+  kLatentKvA,  // to the latent and the part that turns
+  kLatentKvANorm,
+  kLatentKvB,   // from the latent to keys and values of each head
+  kLatentKB,    // of it the keys, transposed
+  kLatentVB,    // of it the values
+  kChoiceBias,  // of a router
 };
 
 // The name in a checkpoint; `layer` is not used by parts outside the layers.
@@ -100,6 +110,9 @@ std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_
 // pianola's own name: "embed_tokens", "layers.3.q_proj", "encoder.layers.3.q_proj".
 std::string weight_name(Part part, std::int64_t layer = 0,
                         TensorNaming naming = TensorNaming::kCommon);
+
+// Whether a tensor of a Hugging Face folder belongs to that layer.
+bool is_of_layer(std::string_view name, std::int64_t layer);
 
 // Tensors that some files carry and no decoder here needs: derived buffers.
 bool is_ignored_tensor(std::string_view name);

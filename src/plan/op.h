@@ -63,7 +63,18 @@ enum class RouteScore : std::uint8_t {
   kSoftmax,          // e^s over the sum of all experts' e^s
   kSoftmaxOfChosen,  // e^s over the sum of the chosen experts' e^s
   kSigmoid,          // 1 / (1 + e^-s)
+  kSigmoidOfChosen,  // that over the sum of the chosen experts'
 };
+
+// Experts are chosen among those of the best groups of neighbours only. A group is as good as the
+// sum of its `best` largest keys.
+struct RouteGroups {
+  std::int32_t count = 1;
+  std::int32_t chosen = 1;
+  std::int32_t best = 1;
+  bool operator==(const RouteGroups&) const = default;
+};
+inline constexpr int kMaxRouteGroups = 64;
 const char* route_score_name(RouteScore score);  // "softmax", ...
 
 // Begins a round, in front of every other op. rollback[row] tokens, when they are not 0, are taken
@@ -122,6 +133,41 @@ struct RelativeBias {
   std::int32_t buckets = 0;       // even, where positions after the token count
   std::int32_t max_distance = 0;  // from here on there is one bucket
   bool both_directions = false;   // half of the buckets are for positions after the token
+};
+
+// What QkvOp does for q alone: a layer that attends to the cache of a layer before it, and has no
+// keys and values of its own. Stores nothing. q_out[t] = 0 for a masked token.
+struct QueryOp {
+  BufferId in;  // [T, width]
+  RmsNorm norm;
+  WeightId q;                     // [heads * head_dim, width]
+  WeightId q_bias;                // optional
+  std::optional<RmsNorm> q_norm;  // weight [head_dim]
+  Rope rope;
+  std::int32_t head_dim = 0;
+  BufferId q_out;  // [T, heads * head_dim]
+};
+
+// What QkvOp is, for multi-head latent attention: keys and values of all heads are one latent a
+// position, and keys have besides one part that turns. With kv[t] = [c, r] the cache of the token's
+// row gets [norm(c), rope(r)] at position[t]; the values are norm(c). With q[t, h] = [n, p]:
+// q_out[t, h] = [Wabsorb[h] n, rope(p)], whose product with a key is that of n with the key of the
+// head that Wabsorb[h]' makes of the latent.
+struct LatentQkvOp {
+  BufferId q;       // [T, heads * (absorb's cols + rope's elements)]
+  BufferId kv;      // [T, key_dim]
+  RmsNorm kv_norm;  // weight [value_dim]
+  WeightId absorb;  // stack [heads][value_dim, cols]
+  Rope rope;        // of key_dim - value_dim elements
+  CacheId cache;    // latent
+  BufferId q_out;   // [T, heads * key_dim]
+};
+
+// out[t, h] = W[h] in[t, h]
+struct HeadLinearOp {
+  BufferId in;      // [T, heads * cols]
+  WeightId weight;  // stack [heads][rows, cols]
+  BufferId out;     // [T, heads * rows]
 };
 
 // out[t, h] = softmax(scale * q[t, h] · K + bias) V over positions 0..position[t] of the token's
@@ -216,10 +262,11 @@ struct GatedMlpOp {
   BufferId out;       // [T, width]
 };
 
-// Chooses experts. With s = W norm(in[t]) + bias: out[t] = the top_k experts with the largest s,
-// the largest first, ties to the lower id; then their weights in the same order. Experts are
-// numbers from 0 in floats; -1 with weight 0 for a masked token. The router multiplies in f32
-// whatever its file holds: a rounding here could choose another expert.
+// Chooses experts. With s = W norm(in[t]) + bias: out[t] = the top_k experts with the largest keys,
+// the largest first, ties to the lower id; then their weights, times `scale`, in the same order.
+// The key is s; with a choice_bias, which has no part in the weights, it is 1 / (1 + e^-s) plus
+// that. Experts are numbers from 0 in floats; -1 with weight 0 for a masked token. The router
+// multiplies in f32 whatever its file holds: a rounding here could choose another expert.
 struct RouteOp {
   BufferId in;                  // [T, width]
   std::optional<RmsNorm> norm;  // absent: s = W in[t] + bias
@@ -227,6 +274,9 @@ struct RouteOp {
   WeightId bias;                // [experts], optional
   std::int32_t top_k = 0;
   RouteScore score = RouteScore::kSoftmax;
+  WeightId choice_bias;  // [experts], optional; with a sigmoid score
+  RouteGroups groups;    // divide the experts; one: all of them
+  float scale = 1;
   BufferId out;  // [T, 2 * top_k]
 };
 
@@ -277,9 +327,10 @@ struct SampleOp {
 // lane's next round are written, or position -1 when the row has stopped.
 struct AdvanceOp {};
 
-using Op = std::variant<RollbackOp, EmbedOp, NormOp, LinearOp, QkvOp, AttentionOp, ShortConvOp,
-                        DeltaRuleOp, SsmOp, GateOp, GatedNormOp, GatedMlpOp, RouteOp, ExpertsOp,
-                        LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
+using Op =
+    std::variant<RollbackOp, EmbedOp, NormOp, LinearOp, QkvOp, QueryOp, LatentQkvOp, HeadLinearOp,
+                 AttentionOp, ShortConvOp, DeltaRuleOp, SsmOp, GateOp, GatedNormOp, GatedMlpOp,
+                 RouteOp, ExpertsOp, LmHeadOp, ScoreOp, SampleOp, AdvanceOp>;
 
 // "embed", "qkv", ...
 const char* op_name(const Op& op);

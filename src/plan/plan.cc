@@ -8,9 +8,9 @@ namespace pianola {
 
 const char* op_name(const Op& op) {
   static constexpr std::array<const char*, std::variant_size_v<Op>> kNames = {
-      "rollback",   "embed",      "norm",    "linear", "qkv",        "attention",
-      "short_conv", "delta_rule", "ssm",     "gate",   "gated_norm", "gated_mlp",
-      "route",      "experts",    "lm_head", "score",  "sample",     "advance"};
+      "rollback",    "embed",     "norm",       "linear",     "qkv",   "query",  "latent_qkv",
+      "head_linear", "attention", "short_conv", "delta_rule", "ssm",   "gate",   "gated_norm",
+      "gated_mlp",   "route",     "experts",    "lm_head",    "score", "sample", "advance"};
   return kNames[op.index()];
 }
 
@@ -20,7 +20,8 @@ const char* activation_name(Activation activation) {
 }
 
 const char* route_score_name(RouteScore score) {
-  static constexpr std::array kNames = {"softmax", "softmax_of_chosen", "sigmoid"};
+  static constexpr std::array kNames = {"softmax", "softmax_of_chosen", "sigmoid",
+                                        "sigmoid_of_chosen"};
   return kNames[static_cast<std::size_t>(score)];
 }
 

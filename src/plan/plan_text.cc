@@ -40,17 +40,28 @@ class Printer {
         optional("q_bias", o.q_bias) + optional("k_bias", o.k_bias) + optional("v_bias", o.v_bias);
     if (o.q_norm) text += norm(" q_norm", *o.q_norm);
     if (o.k_norm) text += norm(" k_norm", *o.k_norm);
-    if (!o.rope.turns()) return text;
-    text += fmt::format(" rope={}({})", o.rope.style == RopeStyle::kHalf ? "half" : "interleaved",
-                        w(o.rope.inverse_frequencies));
-    if (o.rope.attention_factor != 1) text += fmt::format("*{:g}", o.rope.attention_factor);
-    return text;
+    return text + rope(o.rope);
+  }
+  std::string operator()(const QueryOp& o) const {
+    return fmt::format("query      {} <- {}  {} q={}{}{}{} dim={}", b(o.q_out), b(o.in),
+                       norm("norm", o.norm), w(o.q), optional("q_bias", o.q_bias),
+                       o.q_norm ? norm(" q_norm", *o.q_norm) : "", rope(o.rope), o.head_dim);
+  }
+  std::string operator()(const LatentQkvOp& o) const {
+    return fmt::format("latent_qkv {}, cache.{} <- {}, {}  {} absorb={} of {}{}", b(o.q_out),
+                       o.cache.index, b(o.q), b(o.kv), norm("kv_norm", o.kv_norm), w(o.absorb),
+                       decl(o.absorb).experts, rope(o.rope));
+  }
+  std::string operator()(const HeadLinearOp& o) const {
+    return fmt::format("head_linear {} <- {}  weight={} of {}", b(o.out), b(o.in), w(o.weight),
+                       decl(o.weight).experts);
   }
   std::string operator()(const AttentionOp& o) const {
     const AttentionSpec& kv = caches_.attention[static_cast<std::size_t>(o.cache.index)];
     std::string text = fmt::format(
-        "attention  {} <- {}, cache.{}  heads={}/{} dim={} scale={:.6g}{}{}{}", b(o.out), b(o.q),
-        o.cache.index, o.heads, kv.kv_heads, kv.key_dim, o.scale,
+        "attention  {} <- {}, cache.{}  heads={}/{} dim={}{} scale={:.6g}{}{}{}", b(o.out), b(o.q),
+        o.cache.index, o.heads, kv.kv_heads, kv.key_dim,
+        kv.latent ? fmt::format(" latent={}", kv.value_dim) : "", o.scale,
         kv.window > 0 ? fmt::format(" window={}", kv.window) : "",
         kv.holds == CacheHolds::kTokens ? "" : " over the input", optional("sinks", o.sinks));
     if (o.bias) {
@@ -95,9 +106,14 @@ class Printer {
                        optional("up_bias", o.up_bias), optional("down_bias", o.down_bias));
   }
   std::string operator()(const RouteOp& o) const {
-    return fmt::format("route      {} <- {}  {} router={}{} top={}/{} score={}", b(o.out), b(o.in),
-                       o.norm ? norm("norm", *o.norm) : "", w(o.weight), optional("bias", o.bias),
-                       o.top_k, decl(o.weight).rows, route_score_name(o.score));
+    const RouteGroups& g = o.groups;
+    return fmt::format(
+        "route      {} <- {}  {} router={}{} top={}/{}{} score={}{}{}", b(o.out), b(o.in),
+        o.norm ? norm("norm", *o.norm) : "", w(o.weight), optional("bias", o.bias), o.top_k,
+        decl(o.weight).rows,
+        g.count > 1 ? fmt::format(" groups={}/{} by {}", g.chosen, g.count, g.best) : "",
+        route_score_name(o.score), optional("choice_bias", o.choice_bias),
+        o.scale != 1 ? fmt::format(" scale={:.6g}", o.scale) : "");
   }
   std::string operator()(const ExpertsOp& o) const {
     return fmt::format("experts    {} <- {}[{}]{}  {} gate={} up={} down={} of {} act={}{}{}{}",
@@ -129,6 +145,12 @@ class Printer {
   std::string plus(BufferId id) const { return id.valid() ? fmt::format(" + {}", b(id)) : ""; }
   std::string optional(const char* name, WeightId id) const {
     return id.valid() ? fmt::format(" {}={}", name, w(id)) : "";
+  }
+  std::string rope(const Rope& r) const {
+    if (!r.turns()) return {};
+    return fmt::format(" rope={}({}){}", r.style == RopeStyle::kHalf ? "half" : "interleaved",
+                       w(r.inverse_frequencies),
+                       r.attention_factor != 1 ? fmt::format("*{:g}", r.attention_factor) : "");
   }
   std::string norm(const char* name, const RmsNorm& n) const {
     return fmt::format("{}={} eps={:g}", name, w(n.weight), n.eps);

@@ -98,6 +98,14 @@ void Recorder::check(const RollbackOp&) const {
   expect(plan_.ops.empty(), "nothing before rollback: tables and lengths follow from it");
 }
 
+void Recorder::expect_rope(const Rope& rope, std::int64_t head_dim) const {
+  if (!rope.turns()) return;
+  expect(head_dim % 2 == 0, "an even head_dim to rotate");
+  const std::int64_t pairs = weight(rope.inverse_frequencies).cols;
+  expect(pairs >= 1 && pairs <= head_dim / 2, "a rope of at most the head");
+  expect_vector(rope.inverse_frequencies, pairs);
+}
+
 void Recorder::check(const EmbedOp& op) const {
   const std::int64_t out = width(op.out, Extent::kTokens);
   expect(weight(op.table).role == WeightRole::kEmbedding && weight(op.table).cols == out,
@@ -129,6 +137,7 @@ void Recorder::check(const LinearOp& op) const {
 void Recorder::check(const QkvOp& op) const {
   const std::int64_t in = width(op.in, Extent::kTokens);
   const AttentionSpec& kv = cache(op.cache);
+  expect(!kv.latent, "a cache of keys and values");
   expect_norm(op.norm, in);
   expect_matrix(op.k, std::int64_t{kv.kv_heads} * kv.key_dim, in);
   expect_matrix(op.v, std::int64_t{kv.kv_heads} * kv.value_dim, in);
@@ -144,11 +153,47 @@ void Recorder::check(const QkvOp& op) const {
     expect(op.in != op.q_out, "input and output apart");
     expect(q % kv.key_dim == 0, "whole query heads");
   }
-  if (!op.rope.turns()) return;
-  expect(kv.key_dim % 2 == 0, "an even head_dim to rotate");
-  const std::int64_t pairs = weight(op.rope.inverse_frequencies).cols;
-  expect(pairs >= 1 && pairs <= kv.key_dim / 2, "a rope of at most the head");
-  expect_vector(op.rope.inverse_frequencies, pairs);
+  expect_rope(op.rope, kv.key_dim);
+}
+
+void Recorder::check(const QueryOp& op) const {
+  const std::int64_t in = width(op.in, Extent::kTokens);
+  const std::int64_t q = width(op.q_out, Extent::kTokens);
+  expect_norm(op.norm, in);
+  expect_matrix(op.q, q, in);
+  expect_optional_vector(op.q_bias, q);
+  if (op.q_norm) expect_norm(*op.q_norm, op.head_dim);
+  expect(op.in != op.q_out, "input and output apart");
+  expect(op.head_dim > 0 && q % op.head_dim == 0, "whole query heads");
+  expect_rope(op.rope, op.head_dim);
+}
+
+void Recorder::check(const LatentQkvOp& op) const {
+  const AttentionSpec& kv = cache(op.cache);
+  const WeightDecl& absorb = weight(op.absorb);
+  const std::int64_t turned = kv.key_dim - kv.value_dim;
+  expect(kv.latent && kv.kv_heads == 1 && turned > 0, "a latent cache with a part that turns");
+  expect(kv.holds == CacheHolds::kTokens, "a cache of the row's own tokens");
+  expect_stack(op.absorb, absorb.experts, kv.value_dim, absorb.cols);
+  expect(width(op.q, Extent::kTokens) == absorb.experts * (absorb.cols + turned),
+         "queries of all heads");
+  expect(width(op.kv, Extent::kTokens) == kv.key_dim, "a latent and a part that turns");
+  expect_norm(op.kv_norm, kv.value_dim);
+  expect(op.rope.turns(), "a rope that turns");
+  expect_rope(op.rope, turned);
+  expect(2 * weight(op.rope.inverse_frequencies).cols == turned, "a rope of that part");
+  expect(width(op.q_out, Extent::kTokens) == absorb.experts * kv.key_dim,
+         "queries of all heads for the latent");
+  expect(op.q != op.q_out && op.kv != op.q_out, "inputs and output apart");
+}
+
+void Recorder::check(const HeadLinearOp& op) const {
+  const WeightDecl& w = weight(op.weight);
+  expect_stack(op.weight, w.experts, w.rows, w.cols);
+  expect(width(op.in, Extent::kTokens) == w.experts * w.cols &&
+             width(op.out, Extent::kTokens) == w.experts * w.rows,
+         "buffers of all heads");
+  expect(op.in != op.out, "input and output apart");
 }
 
 void Recorder::check(const AttentionOp& op) const {
@@ -258,6 +303,18 @@ void Recorder::check(const RouteOp& op) const {
   expect(router.role == WeightRole::kRouter && router.cols == in, "a router of the right width");
   expect_optional_vector(op.bias, router.rows);
   expect(op.top_k >= 1 && op.top_k <= router.rows, "from one to all experts chosen");
+  expect_optional_vector(op.choice_bias, router.rows);
+  expect(!op.choice_bias.valid() || op.score == RouteScore::kSigmoid ||
+             op.score == RouteScore::kSigmoidOfChosen,
+         "a choice_bias with sigmoid scores");
+  const RouteGroups& g = op.groups;
+  expect(g.count >= 1 && g.count <= kMaxRouteGroups && router.rows % g.count == 0,
+         "groups that divide the experts, not too many");
+  const std::int64_t group = router.rows / g.count;
+  expect(g.chosen >= 1 && g.chosen <= g.count && g.chosen * group >= op.top_k,
+         "enough experts in the chosen groups");
+  expect(g.best >= 1 && g.best <= group, "as many keys as a group has");
+  expect(op.scale > 0, "a positive scale");
   expect(width(op.out, Extent::kTokens) == 2 * std::int64_t{op.top_k},
          "an expert and a weight for each that is chosen");
   expect(op.in != op.out, "input and output apart");

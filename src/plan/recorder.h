@@ -36,6 +36,9 @@ class Recorder {
   void check(const NormOp& op) const;
   void check(const LinearOp& op) const;
   void check(const QkvOp& op) const;
+  void check(const QueryOp& op) const;
+  void check(const LatentQkvOp& op) const;
+  void check(const HeadLinearOp& op) const;
   void check(const AttentionOp& op) const;
   void check(const ShortConvOp& op) const;
   void check(const DeltaRuleOp& op) const;
@@ -60,6 +63,7 @@ class Recorder {
   void expect_vector(WeightId id, std::int64_t size) const;
   void expect_optional_vector(WeightId id, std::int64_t size) const;
   void expect_norm(const RmsNorm& norm, std::int64_t size) const;
+  void expect_rope(const Rope& rope, std::int64_t head_dim) const;
 
   std::span<const WeightDecl> weights_;
   CacheSpecs caches_;

@@ -14,6 +14,9 @@ struct BuffersOf {
   std::vector<BufferId> operator()(const NormOp& o) const { return {o.in, o.out}; }
   std::vector<BufferId> operator()(const LinearOp& o) const { return {o.in, o.residual, o.out}; }
   std::vector<BufferId> operator()(const QkvOp& o) const { return {o.in, o.q_out}; }
+  std::vector<BufferId> operator()(const QueryOp& o) const { return {o.in, o.q_out}; }
+  std::vector<BufferId> operator()(const LatentQkvOp& o) const { return {o.q, o.kv, o.q_out}; }
+  std::vector<BufferId> operator()(const HeadLinearOp& o) const { return {o.in, o.out}; }
   std::vector<BufferId> operator()(const AttentionOp& o) const { return {o.q, o.out}; }
   std::vector<BufferId> operator()(const ShortConvOp& o) const { return {o.in, o.out}; }
   std::vector<BufferId> operator()(const DeltaRuleOp& o) const {

@@ -42,6 +42,9 @@ struct StackSource {
   // i * columns + first_column of the tensor. Only element types that are no blocks.
   std::int32_t columns = 0;
   std::int32_t first_column = 0;
+  // Not 0: the tensor has so many rows an expert, of which those from first_row on are meant.
+  std::int64_t source_rows = 0;
+  std::int64_t first_row = 0;
 
   bool operator==(const StackSource&) const = default;
 };

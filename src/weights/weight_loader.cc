@@ -147,16 +147,23 @@ void WeightStore::load_stack(const WeightDecl& decl, const Entry& entry,
   };
   const WeightDecl one = one_matrix(decl);
   const auto experts = static_cast<std::size_t>(decl.experts);
-  const std::size_t shared = static_cast<std::size_t>(std::max(stack.columns, 1));
+  // The rows of one expert in a tensor of all.
+  const bool vector = decl.role == WeightRole::kVector;
+  const std::int64_t across = vector ? 1 : decl.rows;
+  const std::size_t row = row_bytes(
+      decl.dtype, static_cast<std::size_t>(stack.columns > 0 ? across * stack.columns : decl.cols));
+  const std::int64_t along = stack.columns > 0 ? decl.cols : decl.rows;
+  const std::size_t stride =
+      row * static_cast<std::size_t>(stack.source_rows > 0 ? stack.source_rows : along);
+  const std::size_t first = row * static_cast<std::size_t>(stack.first_row);
   WeightLayout layout = entry.layout;
   layout.bytes /= experts;
   std::vector<std::byte> taken(stack.columns > 0 ? one.source_bytes() : 0);
   for (std::size_t e = 0; e < experts; ++e) {
     const bool apart = !stack.tensors.empty();
     const TensorInfo& tensor = checkpoint.get(apart ? stack.tensors[e] : decl.source);
-    const std::byte* source =
-        apart ? view_of(tensor, one.source_bytes())
-              : view_of(tensor, decl.source_bytes() * shared) + e * one.source_bytes() * shared;
+    const std::byte* source = apart ? view_of(tensor, one.source_bytes())
+                                    : view_of(tensor, experts * stride) + e * stride + first;
     if (!taken.empty()) {
       take_columns(decl, source, taken.data());
       source = taken.data();

@@ -84,7 +84,15 @@ inline const std::vector<Stack>& stacks() {
        .page_bytes = 4096,
        .pages = 4},
       {"reference_pages", "reference", "llama/untied", "f16", 16, 16, false, 4, 4096},
-      {"reference_hybrid_exact", "reference", "qwen3_5/hybrid", "f16", 3, 16, true, 4}};
+      {"reference_hybrid_exact", "reference", "qwen3_5/hybrid", "f16", 3, 16, true, 4},
+      {"shared_kv", "cpu", "gemma3/shared", "f16", 4, 33},
+      {"shared_kv_int8", "cpu", "gemma3/shared", "int8", 40, 7},
+      {"pages_shared_kv", "cpu", "gemma3/shared", "f16", 4, 33, false, 4, 4096},
+      {"reference_shared_kv", "reference", "gemma3/shared", "f16", 4, 33},
+      {"latent", "cpu", "deepseek/v2_lite", "f16", 16, 20},
+      {"latent_int8", "cpu", "deepseek/v3", "int8", 1, 150},
+      {"pages_latent", "cpu", "deepseek/v3", "f16", 4, 33, false, 4, 4096},
+      {"reference_latent", "reference", "deepseek/v2", "f16"}};
   static const std::vector<Stack> of_a_gpu = {
       {"full", "cuda", "llama/untied", "f16"},
       {"full_f32", "cuda", "llama/untied", "f32", 16, 70},

@@ -101,7 +101,9 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"cpu", "qwen3_moe/all/f16.gguf"}, Case{"reference", "qwen3_5/hybrid/hf"},
                     Case{"cpu", "qwen3_5/hybrid/hf"}, Case{"reference", "bamba/hybrid/hf"},
                     Case{"cpu", "bamba/hybrid/hf"}, Case{"reference", "t5/gated/hf"},
-                    Case{"cpu", "t5/relu/hf"}));
+                    Case{"cpu", "t5/relu/hf"}, Case{"reference", "deepseek/v2/hf"},
+                    Case{"cpu", "deepseek/v3/hf"}, Case{"cpu", "deepseek/v2_lite/hf", "int8"},
+                    Case{"reference", "gemma3/shared/hf"}, Case{"cpu", "gemma3/shared/hf"}));
 
 TEST(AllocationCounter, Counts) {
   if (!PIANOLA_COUNTS_ALLOCATIONS) GTEST_SKIP() << "a sanitizer owns malloc in this build";

@@ -24,7 +24,9 @@ struct Case {
   std::string form;  // of the checkpoint: "hf", "q4_0", ...; "window": with a sliding window;
                      // "experts": with that, sinks and a mixture of experts; "shared": a mixture
                      // with a shared expert; "hybrid": with layers of linear attention, "exact":
-                     // and their states kept; "ssm": with layers of Mamba-2
+                     // and their states kept; "ssm": with layers of Mamba-2;
+                     // "shared_kv": layers that attend to the caches of others, windows among them;
+                     // "latent": multi-head latent attention
   std::string cache_type = "f16";
 };
 
@@ -35,24 +37,26 @@ void PrintTo(const Case& c, std::ostream* out) {
 std::vector<Case> cases() {
   // CMake says which backends this program tests: those of any machine, or the one of a GPU.
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
-    return {{"cuda", "", "f32"},       {"cuda", "", "f16"},         {"cuda", "", "q8_0"},
-            {"cuda", "", "q4_0"},      {"cuda", "", "window"},      {"cuda", "", "experts"},
-            {"cuda", "", "shared"},    {"cuda", "", "hybrid"},      {"cuda", "", "exact"},
-            {"cuda", "", "ssm"},       {"cuda", "", "f32", "int8"}, {"cuda", "", "window", "int8"},
-            {"cuda", "", "f32", "fp8"}};
+    return {{"cuda", "", "f32"},        {"cuda", "", "f16"},         {"cuda", "", "q8_0"},
+            {"cuda", "", "q4_0"},       {"cuda", "", "window"},      {"cuda", "", "experts"},
+            {"cuda", "", "shared"},     {"cuda", "", "hybrid"},      {"cuda", "", "exact"},
+            {"cuda", "", "ssm"},        {"cuda", "", "f32", "int8"}, {"cuda", "", "window", "int8"},
+            {"cuda", "", "f32", "fp8"}, {"cuda", "", "shared_kv"}};
   }
   std::vector<Case> all = {{"reference", "", "f32"},         {"reference", "", "window"},
                            {"reference", "", "experts"},     {"reference", "", "hybrid"},
                            {"reference", "", "exact"},       {"reference", "", "ssm"},
                            {"reference", "", "f32", "int8"}, {"reference", "", "window", "int8"},
-                           {"reference", "", "f32", "fp8"}};
+                           {"reference", "", "f32", "fp8"},  {"reference", "", "shared_kv"},
+                           {"reference", "", "latent"},      {"reference", "", "latent", "int8"}};
   for (const cpu::Isa isa : cpu::supported_isas()) {
-    for (const char* form :
-         {"f32", "f16", "q8_0", "q4_0", "window", "experts", "hybrid", "exact", "ssm"}) {
+    for (const char* form : {"f32", "f16", "q8_0", "q4_0", "window", "experts", "hybrid", "exact",
+                             "ssm", "shared_kv", "latent"}) {
       all.push_back({"cpu", cpu::isa_name(isa), form});
     }
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "window", "int8"});
+    all.push_back({"cpu", cpu::isa_name(isa), "latent", "int8"});
     all.push_back({"cpu", cpu::isa_name(isa), "f32", "fp8"});
   }
   return all;
@@ -105,6 +109,14 @@ class CaptureTest : public testing::TestWithParam<Case> {
       model_ = CausalModel::open(golden_folder() / "bamba" / "hybrid" / "hf");
       return;
     }
+    if (GetParam().form == "shared_kv") {
+      model_ = CausalModel::open(golden_folder() / "gemma3" / "shared" / "hf");
+      return;
+    }
+    if (GetParam().form == "latent") {
+      model_ = CausalModel::open(golden_folder() / "deepseek" / "v3" / "hf");
+      return;
+    }
     const auto path = checkpoint_of_form(GetParam().form);
     ASSERT_FALSE(path.empty()) << "no llama golden in form " << GetParam().form;
     model_ = CausalModel::open(path);
@@ -155,7 +167,7 @@ class CaptureTest : public testing::TestWithParam<Case> {
   static bool forgets() {
     const std::string& form = GetParam().form;
     return form == "window" || form == "experts" || form == "hybrid" || form == "exact" ||
-           form == "ssm";
+           form == "ssm" || form == "shared_kv";
   }
 
   static RowOptions options(std::uint64_t seed, int max_length) {

@@ -132,7 +132,9 @@ inline std::vector<ModelGolden> read_all_goldens() {
         "llama/dynamic",  "llama/yarn",         "llama/llama3",     "llama/q4",
         "llama/smollm2",  "llama/heads64",      "mistral/full",     "mistral/window",
         "qwen2/tied",     "qwen2/window",       "qwen3/tied",       "qwen3/heads128",
-        "qwen3_5/hybrid", "qwen3_next/experts", "bamba/hybrid",     "bamba/limits"}) {
+        "qwen3_5/hybrid", "qwen3_next/experts", "bamba/hybrid",     "bamba/limits",
+        "gemma3/shared",  "deepseek/v2_lite",   "deepseek/v2",      "deepseek/v3",
+        "deepseek/q8"}) {
     goldens.push_back(read_golden(golden_folder() / name));
   }
   return goldens;

@@ -76,6 +76,9 @@ struct Shape {
   int slots = 1;
   DType dtype = DType::kF16;
   int window = 0;
+  int latent_dim = 0;  // the values are the first elements of the keys
+
+  int value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
 };
 
 // A cache full of NaN.
@@ -93,8 +96,8 @@ struct Cache {
     std::memset(values.get(), 0xFF, bytes);
   }
   KvCache view() const {
-    return {keys.get(),     values.get(),   shape.dtype, shape.capacity,
-            shape.kv_heads, shape.head_dim, shape.window};
+    return {keys.get(),     values.get(),   shape.dtype,  shape.capacity,
+            shape.kv_heads, shape.head_dim, shape.window, shape.latent_dim};
   }
   // The contract's formula: [slots, capacity / 64, kv_heads, 64, head_dim].
   std::size_t index(int slot, int position, int head) const {
@@ -172,7 +175,7 @@ struct Step {
 
 std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int workers) {
   const Shape& s = cache.shape;
-  const int width = s.heads * s.head_dim;
+  const int width = s.heads * s.value_dim();
   // Rows of the output are further apart than they need be; the gap must stay as it is.
   std::vector<float> output(product({step.tokens(), width + 8}), -7.0F);
   AttentionArgs args;
@@ -184,7 +187,7 @@ std::vector<float> run(const Cache& cache, const Step& step, Isa isa, int worker
   args.positions = step.positions.data();
   args.slots = step.slots.data();
   args.queries = step.queries.data();
-  args.query_stride = width;
+  args.query_stride = s.heads * s.head_dim;
   args.output = output.data();
   args.output_stride = width + 8;
   args.sinks = step.sinks.empty() ? nullptr : step.sinks.data();
@@ -243,7 +246,7 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
   std::vector<double> values(cache.elements);
   for (std::size_t i = 0; i < cache.elements; ++i) {
     keys[i] = cache.value(cache.keys.get(), i);
-    values[i] = cache.value(cache.values.get(), i);
+    values[i] = cache.value(s.latent_dim > 0 ? cache.keys.get() : cache.values.get(), i);
   }
   std::vector<double> output;
   for (int t = 0; t < step.tokens(); ++t) {
@@ -278,12 +281,12 @@ std::vector<double> reference(const Cache& cache, const Step& step) {
         top = std::max(top, sink);
         total = std::exp(sink - top);
       }
-      std::vector<double> acc(static_cast<std::size_t>(s.head_dim));
+      std::vector<double> acc(static_cast<std::size_t>(s.value_dim()));
       for (int p = begin; p < length; ++p) {
         const double* value = values.data() + cache.index(slot, p, h / group);
         const double weight = std::exp(scores[static_cast<std::size_t>(p)] - top);
         total += weight;
-        for (int d = 0; d < s.head_dim; ++d) acc[static_cast<std::size_t>(d)] += weight * value[d];
+        for (std::size_t d = 0; d < acc.size(); ++d) acc[d] += weight * value[d];
       }
       for (const double v : acc) output.push_back(v / total);
     }
@@ -336,6 +339,46 @@ TEST_P(Attention, EqualsDoublePrecisionAtEveryLength) {
       }
     }
   }
+}
+
+// One key of a latent and a part that turns for all heads, whose values are the latent. Values have
+// no memory of their own: what the cache has for them stays NaN.
+TEST_P(Attention, LatentsEqualDoublePrecision) {
+  unsigned seed = 400;
+  for (const auto& [latent, turned, heads] : std::vector<std::tuple<int, int, int>>{
+           {24, 8, 4}, {32, 16, 4}, {128, 64, 3}, {512, 64, 16}, {512, 64, 128}}) {
+    const Cache cache({.heads = heads,
+                       .kv_heads = 1,
+                       .head_dim = latent + turned,
+                       .capacity = 640,
+                       .dtype = kCacheTypes[seed % kCacheTypes.size()],
+                       .latent_dim = latent});
+    ASSERT_TRUE(attention_supported(cache.shape.dtype, heads, 1, latent + turned, latent));
+    for (const int length : {1, 40, 64, 257, 600}) {
+      fill(cache, 0, length, GetParam(), ++seed);
+      for (const int tokens : {1, 3, 30}) {
+        if (tokens > length || (heads == 128 && tokens * length > 600)) continue;
+        const Step step = tail_step(cache, 0, length, tokens, ++seed);
+        const std::vector<float> got = run(cache, step, GetParam(), 1);
+        expect_near(got, reference(cache, step),
+                    "latent " + std::to_string(latent) + " length " + std::to_string(length));
+        // Workers change no bit, nor do the tokens beside one.
+        const std::vector<float> shared = run(cache, step, GetParam(), 3);
+        EXPECT_TRUE(same_bits(got.data(), shared.data(), static_cast<int>(got.size())));
+        Step last;
+        last.positions = {step.positions.back()};
+        last.slots = {step.slots.back()};
+        last.queries.assign(step.queries.end() - std::ptrdiff_t{heads} * (latent + turned),
+                            step.queries.end());
+        const std::vector<float> alone = run(cache, last, GetParam(), 1);
+        EXPECT_TRUE(same_bits(got.data() + (got.size() - alone.size()), alone.data(),
+                              static_cast<int>(alone.size())));
+      }
+    }
+  }
+  EXPECT_FALSE(attention_supported(DType::kF16, 4, 1, 1032, 1024));
+  EXPECT_FALSE(attention_supported(DType::kF16, 4, 1, 32, 40));
+  EXPECT_FALSE(attention_supported(DType::kF16, 4, 1, 32, 12));
 }
 
 TEST_P(Attention, EqualsDoublePrecisionForEveryShape) {

@@ -24,6 +24,8 @@ std::string file_of(const std::string& family) {
   if (family == "qwen3_5" || family == "bamba") return family + "/hybrid/hf";
   if (family == "t5") return "t5/gated/hf";
   if (family == "t5_relu") return "t5/relu/hf";
+  if (family == "deepseek_v2") return "deepseek/v2_lite/hf";
+  if (family == "deepseek_v3") return "deepseek/v3/hf";
   return family + "/tied/q8_0.gguf";
 }
 
@@ -50,6 +52,7 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
   EXPECT_EQ(text.find(".q_norm") != std::string::npos, family.starts_with("qwen3"));
   EXPECT_EQ(text.find("delta_rule") != std::string::npos,
             family == "qwen3_next" || family == "qwen3_5");
+  EXPECT_EQ(text.find("latent_qkv") != std::string::npos, family.starts_with("deepseek"));
   EXPECT_EQ(text.find("ssm  ") != std::string::npos, family == "bamba");
   EXPECT_EQ(text.find("over the input") != std::string::npos, encodes);
   EXPECT_EQ(text.find("rope=") == std::string::npos, encodes);
@@ -58,7 +61,7 @@ TEST_P(PlanGoldenTest, DecodesOneToken) {
 INSTANTIATE_TEST_SUITE_P(Families, PlanGoldenTest,
                          testing::Values("llama", "mistral", "qwen2", "qwen3", "gpt_oss",
                                          "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "bamba",
-                                         "t5", "t5_relu"));
+                                         "deepseek_v2", "deepseek_v3", "t5", "t5_relu"));
 
 }  // namespace
 }  // namespace pianola

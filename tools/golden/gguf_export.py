@@ -27,6 +27,18 @@ LAYER_NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -34,6 +46,8 @@ LAYER_NAMES = {
 ARCHITECTURES = {
     "mistral": "llama",
     "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
@@ -87,6 +101,53 @@ def split_experts(tensors, arch):
     return out
 
 
+def split_latents(tensors, config):
+    """Keys and values of a head as tensors of their own, the keys transposed."""
+    out = {}
+    for name, array in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            out[name] = array
+            continue
+        heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys = heads[:, : config.qk_nope_head_dim].swapaxes(1, 2)
+        out[name.replace("kv_b_proj", "k_b_proj")] = keys
+        out[name.replace("kv_b_proj", "v_b_proj")] = heads[:, config.qk_nope_head_dim :]
+    return out
+
+
+def add_latent_keys(writer, config, early):
+    """`early`: as files were before llama.cpp kept latents in its cache."""
+    rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_kv_lora_rank(rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(turned)
+    if early:
+        writer.add_key_length(config.qk_nope_head_dim + turned)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_key_length(rank + turned)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + turned)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    v3 = config.model_type == "deepseek_v3"
+    writer.add_expert_weights_norm(v3 and config.norm_topk_prob)
+    writer.add_expert_gating_func(
+        gguf.ExpertGatingFuncType.SIGMOID if v3 else gguf.ExpertGatingFuncType.SOFTMAX
+    )
+    if v3:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
 def llama3_factors(rope, head_dim):
     """What the inverse frequencies are divided by."""
     factors = []
@@ -104,8 +165,9 @@ def llama3_factors(rope, head_dim):
     return np.array(factors, dtype=np.float32)
 
 
-def export(path, config, tensors, matrix_type):
-    """config: a transformers config; tensors: name to float32 array; matrix_type: "F32", "Q8_0", ..."""
+def export(path, config, tensors, matrix_type, early=False):
+    """config: a transformers config; tensors: name to float32 array; matrix_type: "F32", "Q8_0", ...;
+    early: in the first form of its architecture."""
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
@@ -117,8 +179,17 @@ def export(path, config, tensors, matrix_type):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if head_dim * config.num_attention_heads != config.hidden_size or "qwen3" in arch:
+    latent = arch == "deepseek2"
+    writer.add_head_count_kv(1 if latent and not early else config.num_key_value_heads)
+    if latent:
+        add_latent_keys(writer, config, early)
+        tensors = {
+            name.replace("correction_bias", "correction.bias"): array
+            for name, array in split_experts(tensors, arch).items()
+        }
+        if not early:
+            tensors = split_latents(tensors, config)
+    elif head_dim * config.num_attention_heads != config.hidden_size or "qwen3" in arch:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -160,10 +231,13 @@ def export(path, config, tensors, matrix_type):
         if array.ndim == 1 or name.endswith((".bias", ".mlp.gate.weight", ".mlp.router.weight")):
             writer.add_tensor(gguf_name(name, arch), array)
             continue
-        data = gguf.quants.quantize(array, quant)
-        if not np.array_equal(gguf.quants.dequantize(data, quant), array):
-            raise ValueError(f"{name}: {matrix_type} does not hold these weights exactly")
-        writer.add_tensor(gguf_name(name, arch), data, raw_dtype=quant)
+        # Transposed weights do not lie on the grid of a block format.
+        blocks = matrix_type.startswith("Q") and ".k_b_proj." in name
+        kind = gguf.GGMLQuantizationType.F16 if blocks else quant
+        data = gguf.quants.quantize(array, kind)
+        if not np.array_equal(gguf.quants.dequantize(data, kind), array):
+            raise ValueError(f"{name}: {kind.name} does not hold these weights exactly")
+        writer.add_tensor(gguf_name(name, arch), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,7 +5,8 @@
 
 For each of CASES, which make_checkpoints.py made, writes tests/models/<case>/logits_<type>.f32 beside
 logits.f32, in the same order: every key (rotated) and value passes through its 8-bit type on its way
-into the cache, and attention reads what the cache holds. int8 is rounded by PyTorch's own
+into the cache, and attention reads what the cache holds; a latent and the part that turns pass as one
+head. int8 is rounded by PyTorch's own
 fake_quantize_per_channel_affine with a scale of (largest magnitude / 127) for each position and head;
 fp8 by its cast to float8_e4m3fn. Prints how far the logits are from those of a float32 cache.
 Made with torch 2.11.0 and transformers 5 (versions are printed).
@@ -20,7 +21,11 @@ from transformers.cache_utils import DynamicCache
 
 import make_checkpoints
 
-CASES = {"llama/untied": ["int8", "fp8"], "mistral/window": ["int8"]}
+CASES = {
+    "llama/untied": ["int8", "fp8"],
+    "mistral/window": ["int8"],
+    "deepseek/q8": ["int8"],
+}
 
 
 def int8(x):
@@ -38,11 +43,15 @@ class RoundedCache(DynamicCache):
     def __init__(self, config, rounded):
         super().__init__(config=config)
         self.rounded = rounded
+        self.latent = hasattr(config, "kv_lora_rank")
 
     def update(self, key_states, value_states, *arguments, **more):
-        return super().update(
-            self.rounded(key_states), self.rounded(value_states), *arguments, **more
-        )
+        if self.latent:  # transformers hands over the latent and the part that turns
+            both = self.rounded(torch.cat((key_states, value_states), dim=-1))
+            parts = both.split((key_states.shape[-1], value_states.shape[-1]), dim=-1)
+        else:
+            parts = self.rounded(key_states), self.rounded(value_states)
+        return super().update(*parts, *arguments, **more)
 
 
 def load(case):

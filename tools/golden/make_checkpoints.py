@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
-    BambaConfig, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
+    BambaConfig, DeepseekV2Config, DeepseekV3Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig,
     Qwen3Config, Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -64,13 +64,19 @@ MAMBA = dict(
 )  # fmt: skip
 
 
+LATENT = dict(
+    num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=24,
+    qk_rope_head_dim=16, v_head_dim=40, moe_intermediate_size=32,
+)  # fmt: skip
+
+
 def rope(kind="default", theta=10000.0, **fields):
     return {"rope_type": kind, "rope_theta": theta, **fields}
 
 
 # name: (config class, fields, how to store it, GGUF types).
 # store: dtype; shards; legacy: config.json as transformers 4 wrote it; weights_from; rows; grid;
-# int8: also measure rounded activations (for block formats that check_llama_cpp.py has not run on).
+# early: GGUF in the first form of its architecture; int8: also measure rounded activations (for block formats that check_llama_cpp.py has not run on).
 CASES = {
     "gemma3/mixed": (
         Gemma3TextConfig,
@@ -81,6 +87,18 @@ CASES = {
              "sliding_attention": rope(theta=10000.0),
              "full_attention": rope("linear", theta=1000000.0, factor=8.0)}},
         dict(dtype="bfloat16", rows=(200, 17), max_seq_len=256),
+        [],
+    ),
+    # The last two layers attend to the keys and values of the first two.
+    "gemma3/shared": (
+        Gemma3TextConfig,
+        {**SMALL, "num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 20,
+         "sliding_window": 16, "num_kv_shared_layers": 2, "use_cache": False,
+         "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": {
+             "sliding_attention": rope(theta=10000.0),
+             "full_attention": rope(theta=1000000.0)}},
+        dict(dtype="bfloat16", rows=(200, 70, 17), max_seq_len=256),
         [],
     ),
     # Three of eight experts, in rows that pass the window many times.
@@ -260,6 +278,47 @@ CASES = {
         dict(dtype="bfloat16"),
         ["Q8_0"],
     ),
+    # As DeepSeek-V2-Lite: queries in one product, YaRN that also scales the scores, one plain layer.
+    "deepseek/v2_lite": (
+        DeepseekV2Config,
+        {**SMALL, **LATENT, "num_hidden_layers": 3, "rms_norm_eps": 1e-6, "q_lora_rank": None,
+         "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
+         "num_experts_per_tok": 3, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+         "rope_parameters": rope("yarn", factor=8.0, beta_fast=32, beta_slow=1, mscale=0.707,
+                                 mscale_all_dim=0.707, original_max_position_embeddings=32)},
+        dict(dtype="bfloat16", rows=(200, 70, 17), max_seq_len=256),
+        ["F16"],
+    ),
+    # All of four experts: there is no choice that rounding of activations could change.
+    "deepseek/q8": (
+        DeepseekV2Config,
+        {**SMALL, **LATENT, "rms_norm_eps": 1e-6, "q_lora_rank": 32, "qk_nope_head_dim": 32,
+         "v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4,
+         "rope_parameters": rope()},
+        dict(dtype="float16", keep_hf=False, int8=True),
+        ["Q8_0"],
+    ),
+    # As DeepSeek-V2: queries of a rank, experts of the best groups only, weights that are scaled.
+    "deepseek/v2": (
+        DeepseekV2Config,
+        {**SMALL, **LATENT, "rms_norm_eps": 1e-5, "q_lora_rank": 48,
+         "n_routed_experts": 12, "n_shared_experts": 1, "num_experts_per_tok": 3,
+         "routed_scaling_factor": 4.0, "topk_method": "group_limited_greedy", "n_group": 4,
+         "topk_group": 2, "rope_parameters": rope("yarn", factor=8.0, mscale=1.0,
+             mscale_all_dim=0.5, original_max_position_embeddings=32)},
+        dict(dtype="float16", rows=(70, 17)),
+        [],
+    ),
+    "deepseek/v3": (
+        DeepseekV3Config,
+        {**SMALL, **LATENT, "num_hidden_layers": 3, "rms_norm_eps": 1e-6, "q_lora_rank": 48,
+         "first_k_dense_replace": 1, "n_routed_experts": 12, "n_shared_experts": 1,
+         "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
+         "norm_topk_prob": True, "num_mtp_layers": 0,
+         "rope_parameters": rope(theta=10000.0)},
+        dict(dtype="bfloat16", rows=(70, 17), early=True),
+        ["F16"],
+    ),
     # Heads that share B and C in groups, in rows of several of transformers' chunks.
     "bamba/hybrid": (
         BambaConfig,
@@ -339,6 +398,39 @@ def load_weights(model, tensors):
     if sorted(missing) != tied or unexpected:
         raise ValueError(f"missing {missing}, unexpected {unexpected}")
     model.tie_weights()
+
+
+class Recall(torch.nn.Module):
+    """Gives what a module of another layer gave last."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = [source]  # in a list: no part of this layer's parameters
+
+    def forward(self, _):
+        return self.source[0].last
+
+
+def remember(module, _, output):
+    module.last = output
+
+
+def share_keys_and_values(model):
+    """Lets the last num_kv_shared_layers layers attend to the keys and values of the last layer of
+    their kind before them. Gemma 3n and Gemma 4 of transformers do so; here it is the only
+    difference from a family that has no such layers."""
+    shared = getattr(model.config, "num_kv_shared_layers", None) or 0
+    if shared == 0:
+        return model
+    layers, types = model.model.layers, model.config.layer_types
+    own = len(layers) - shared
+    for i in range(own, len(layers)):
+        source = max(j for j in range(own) if types[j] == types[i])
+        for name in ("k_proj", "v_proj", "k_norm"):
+            module = getattr(layers[source].self_attn, name)
+            module.register_forward_hook(remember)
+            setattr(layers[i].self_attn, name, Recall(module))
+    return model
 
 
 def make_rows(case, vocab_size, lengths):
@@ -434,11 +526,9 @@ def reload(folder, model, store, tensors):
         again = type(model)._from_config(config, **PLAIN, dtype=torch.float32)
         load_weights(again, tensors)
         return again.eval()
-    return (
-        type(model)
-        .from_pretrained(folder, dtype=torch.float32, **PLAIN)
-        .eval()
-    )
+    return share_keys_and_values(
+        type(model).from_pretrained(folder, dtype=torch.float32, **PLAIN)
+    ).eval()
 
 
 def check_sensitivity(model, tensors, rows, reference):
@@ -502,8 +592,8 @@ def write_golden(folder, case, model, store, rows, kept, exact, logits, rounded,
 def make_case(case, extra_gguf=None):
     config_class, fields, store, gguf_types = CASES[case]
     config = config_class(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, **PLAIN, dtype=torch.float32
+    model = share_keys_and_values(
+        transformers.AutoModelForCausalLM.from_config(config, **PLAIN, dtype=torch.float32)
     ).eval()
     tensors = make_weights(model, store.get("weights_from", case), store.get("grid", 8))
     load_weights(model, tensors)
@@ -527,7 +617,9 @@ def make_case(case, extra_gguf=None):
     rounded = logits_of(copy.deepcopy(model).bfloat16(), rows)
     sensitivity = check_sensitivity(model, tensors, rows, logits)
     for kind in gguf_types:
-        gguf_export.export(folder / f"{kind.lower()}.gguf", config, tensors, kind)
+        gguf_export.export(
+            folder / f"{kind.lower()}.gguf", config, tensors, kind, early=store.get("early", False)
+        )
     if extra_gguf and config.rope_parameters.get("rope_type", "dynamic") != "dynamic":
         gguf_export.export(extra_gguf / f"{case.replace('/', '-')}-f32.gguf", config, tensors, "F32")
     # Where float32 itself is far from exact, the golden is the exact one.

@@ -123,12 +123,13 @@ void CpuBackend::check(const Plan& plan, const PlanTables& tables) const {
     if (!attention) continue;
     const AttentionSpec& kv =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
-    if (kv.key_dim != kv.value_dim ||
-        !attention_supported(tables.cache_shape.type_of(kv), attention->heads, kv.kv_heads,
-                             kv.key_dim)) {
+    const bool widths = kv.latent || kv.key_dim == kv.value_dim;
+    if (!widths || !attention_supported(tables.cache_shape.type_of(kv), attention->heads,
+                                        kv.kv_heads, kv.key_dim, kv.latent ? kv.value_dim : 0)) {
       fail(ErrorCode::kUnsupported,
            "cpu backend: attention of layer {}: {} heads on {} with widths {} and {} in {} has no "
-           "kernel (the widths must be equal, a multiple of 8 and at most 512)",
+           "kernel (the widths must be equal, a multiple of 8 and at most 512; of a latent cache "
+           "multiples of 8 and at most 1024)",
            attention->cache.index, attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim,
            dtype_name(tables.cache_shape.dtype));
     }

@@ -23,6 +23,14 @@ std::vector<std::int32_t> bucket_table(const RelativeBias& bias) {
   return buckets;
 }
 
+// What the op turns heads by; null when it does not.
+const Rope* rope_of(const Op& op) {
+  if (const auto* qkv = std::get_if<QkvOp>(&op)) return &qkv->rope;
+  if (const auto* query = std::get_if<QueryOp>(&op)) return &query->rope;
+  if (const auto* latent = std::get_if<LatentQkvOp>(&op)) return &latent->rope;
+  return nullptr;
+}
+
 }  // namespace
 
 CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, ThreadPool& pool)
@@ -45,9 +53,9 @@ CpuProgram::CpuProgram(const Plan& plan, const Binding& binding, Isa isa, Thread
   for (const Op& op : plan.ops) {
     const auto* attention = std::get_if<AttentionOp>(&op);
     if (attention && attention->bias) buckets_[attention] = bucket_table(*attention->bias);
-    const auto* qkv = std::get_if<QkvOp>(&op);
-    if (!qkv || !qkv->rope.turns()) continue;
-    if (rope_index(qkv->rope) == static_cast<int>(ropes_.size())) ropes_.push_back(&qkv->rope);
+    const Rope* rope = rope_of(op);
+    if (!rope || !rope->turns()) continue;
+    if (rope_index(*rope) == static_cast<int>(ropes_.size())) ropes_.push_back(rope);
   }
 }
 
@@ -287,8 +295,8 @@ void CpuProgram::execute(const RouteOp& op, Worker w) {
       std::fill_n(out + op.top_k, op.top_k, 0.0F);
     } else {
       reference::choose_experts(
-          {scores + std::int64_t{t} * experts, static_cast<std::size_t>(experts)}, op.top_k,
-          op.score, out);
+          op, {scores + std::int64_t{t} * experts, static_cast<std::size_t>(experts)},
+          bound_.vector(op.choice_bias), out);
     }
   }
   pool_.barrier();
@@ -298,8 +306,8 @@ void CpuProgram::execute(const RouteOp& op, Worker w) {
 
 KvCache CpuProgram::kv_cache(CacheId id) const {
   const LayerCacheView& view = bound_.cache(id);
-  return {view.keys,     view.values,  view.dtype, view.capacity,
-          view.kv_heads, view.key_dim, view.window};
+  return {view.keys,     view.values,  view.dtype,  view.capacity,
+          view.kv_heads, view.key_dim, view.window, view.latent ? view.value_dim : 0};
 }
 
 const std::int32_t* CpuProgram::slots_of(CacheId id) const {
@@ -348,9 +356,18 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
   const StepState& s = bound_.state();
   const Range range = share(tokens(), w);
   if (range.begin < range.end) {
-    finish_heads(op, range);
     const KvCache cache = kv_cache(op.cache);
     const std::ptrdiff_t stride = std::ptrdiff_t{cache.kv_heads} * cache.head_dim;
+    const int kv_width = static_cast<int>(stride);
+    const Heads q = op.q.valid()
+                        ? Heads{bound_.buffer(op.q_out), static_cast<int>(bound_.width(op.q_out)),
+                                op.q_bias, op.q_norm, true}
+                        : Heads{};
+    const std::array<Heads, 3> heads = {
+        {q,
+         {scratch<float>(layout_.keys), kv_width, op.k_bias, op.k_norm, true},
+         {scratch<float>(layout_.values), kv_width, op.v_bias, std::nullopt, false}}};
+    finish_heads(heads, op.rope, cache.head_dim, range);
     append({.isa = isa_,
             .cache = cache,
             .tokens = range.end - range.begin,
@@ -364,42 +381,37 @@ void CpuProgram::execute(const QkvOp& op, Worker w) {
   pool_.barrier();
 }
 
-void CpuProgram::finish_heads(const QkvOp& op, Range range) {
-  const LayerCacheView& cache = bound_.cache(op.cache);
-  const int dim = cache.key_dim;
-  const bool turns = op.rope.turns();
-  const int half =
-      turns ? static_cast<int>(bound_.weight(op.rope.inverse_frequencies).decl->cols) : 0;
-  struct Part {
-    float* x;
-    int width;
-    const float* bias;
-    const std::optional<RmsNorm>* norm;
-    bool rotate;
-  };
-  const bool has_q = op.q.valid();
-  const int q_width = has_q ? static_cast<int>(bound_.width(op.q_out)) : 0;
-  const int kv_width = cache.kv_heads * dim;
-  const std::optional<RmsNorm> no_norm;
-  const std::array<Part, 3> parts = {
-      {{has_q ? bound_.buffer(op.q_out) : nullptr, q_width, bound_.vector(op.q_bias), &op.q_norm,
-        turns},
-       {scratch<float>(layout_.keys), kv_width, bound_.vector(op.k_bias), &op.k_norm, turns},
-       {scratch<float>(layout_.values), kv_width, bound_.vector(op.v_bias), &no_norm, false}}};
-  const auto rotate = op.rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
-  const float* table = turns ? rope_rows(op.rope) : nullptr;
+void CpuProgram::execute(const QueryOp& op, Worker w) {
+  const std::int64_t cols = bound_.width(op.in);
+  const float* in = bound_.buffer(op.in);
+  const Prepared x = prepare(w, tokens(), static_cast<int>(cols),
+                             [&](int t) { return in + t * cols; }, &op.norm, {op.q});
+  project(w, op.q, WeightId{}, x, nullptr, bound_.buffer(op.q_out));
+  pool_.barrier();
+  const Heads q{bound_.buffer(op.q_out), static_cast<int>(bound_.width(op.q_out)), op.q_bias,
+                op.q_norm, true};
+  finish_heads({&q, 1}, op.rope, op.head_dim, share(tokens(), w));
+  pool_.barrier();
+}
+
+void CpuProgram::finish_heads(std::span<const Heads> parts, const Rope& rope, int dim,
+                              Range range) {
+  const bool turns = rope.turns();
+  const int half = turns ? static_cast<int>(bound_.weight(rope.inverse_frequencies).decl->cols) : 0;
+  const auto rotate = rope.style == RopeStyle::kHalf ? f_.rope_halves : f_.rope_pairs;
+  const float* table = turns ? rope_rows(rope) : nullptr;
   for (int t = range.begin; t < range.end; ++t) {
     const float* cosines = table + std::int64_t{t} * 2 * half;
-    for (const Part& part : parts) {
+    for (const Heads& part : parts) {
       if (part.width == 0) continue;
       float* x = part.x + std::int64_t{t} * part.width;
-      if (part.bias) f_.add(part.bias, part.width, x);
-      if (*part.norm) {
+      if (part.bias.valid()) f_.add(bound_.vector(part.bias), part.width, x);
+      if (part.norm) {
         for (float* head = x; head < x + part.width; head += dim) {
-          f_.rms_norm(head, bound_.vector((*part.norm)->weight), (*part.norm)->eps, dim, head);
+          f_.rms_norm(head, bound_.vector(part.norm->weight), part.norm->eps, dim, head);
         }
       }
-      if (part.rotate) rotate(cosines, cosines + half, half, part.width / dim, dim, x);
+      if (part.rotate && turns) rotate(cosines, cosines + half, half, part.width / dim, dim, x);
     }
   }
 }

@@ -52,6 +52,9 @@ class CpuProgram final : public Program {
   void execute(const NormOp& op, Worker w);
   void execute(const LinearOp& op, Worker w);
   void execute(const QkvOp& op, Worker w);
+  void execute(const QueryOp& op, Worker w);
+  void execute(const LatentQkvOp& op, Worker w);
+  void execute(const HeadLinearOp& op, Worker w);
   void execute(const AttentionOp& op, Worker w);
   void execute(const ShortConvOp& op, Worker w);
   void execute(const DeltaRuleOp& op, Worker w);
@@ -93,8 +96,24 @@ class CpuProgram final : public Program {
   // Rows of y = W[expert] x + bias for the routes of a group.
   void multiply_group(Worker w, WeightId stack, WeightId bias, const ExpertGroup& group, Range rows,
                       float* y);
-  // Bias, head norms and rope of the tokens in `range`.
-  void finish_heads(const QkvOp& op, Range range);
+  // Heads of `dim` side by side, [T, width], that have been multiplied.
+  struct Heads {
+    float* x = nullptr;
+    int width = 0;
+    WeightId bias;
+    std::optional<RmsNorm> norm;
+    bool rotate = false;
+  };
+  // Heads of all tokens: token t's head h begins at data + t * token_stride + h * head_stride.
+  struct HeadRows {
+    float* data = nullptr;
+    std::int64_t token_stride = 0;
+    std::int64_t head_stride = 0;
+  };
+  // This worker's rows of out[t, h] = W[h] in[t, h].
+  void multiply_heads(Worker w, WeightId stack, const HeadRows& in, const HeadRows& out);
+  // Bias, norm and rope of the heads of the tokens in `range`.
+  void finish_heads(std::span<const Heads> parts, const Rope& rope, int dim, Range range);
 
   // The place of a rope among ropes_, or behind them; and its table, [T, 2, half].
   int rope_index(const Rope& rope) const;

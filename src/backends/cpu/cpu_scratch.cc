@@ -30,6 +30,7 @@ struct Needs {
   std::size_t group_bytes = 0;
   std::size_t expert_activation_bytes = 0;
   std::int64_t score_vocab = 0;
+  std::size_t head_activation_bytes = 0;
   std::size_t activation_bytes = 0;
   std::size_t own_activation_bytes = 0;
   std::size_t linear_bytes = 0;
@@ -67,6 +68,24 @@ struct Needs {
     }
   }
 
+  // Of a stack with a matrix a head.
+  void heads(WeightId id) {
+    const WeightDecl& w = decl(id);
+    const int cols = static_cast<int>(w.cols);
+    widest_input = std::max(widest_input, w.cols);
+    head_activation_bytes =
+        std::max(head_activation_bytes,
+                 cpu::activation_bytes(activation_kind(w.dtype, isa), tokens(), cols));
+    for (const int n : {1, tokens()}) {
+      linear_bytes = std::max(linear_bytes, linear_scratch_bytes(w.dtype, isa, n, cols));
+    }
+  }
+  void rope(const Rope& r) {
+    if (!r.turns()) return;
+    rope_half = std::max(rope_half, decl(r.inverse_frequencies).cols);
+    ropes.insert(r.inverse_frequencies.index);
+  }
+
   void operator()(const RollbackOp&) {}
   void operator()(const EmbedOp&) {}
   void operator()(const NormOp&) {}
@@ -76,17 +95,26 @@ struct Needs {
     matrix(op.k);
     matrix(op.v);
     kv_width = std::max({kv_width, decl(op.k).rows, decl(op.v).rows});
-    if (!op.rope.turns()) return;
-    rope_half = std::max(rope_half, decl(op.rope.inverse_frequencies).cols);
-    ropes.insert(op.rope.inverse_frequencies.index);
+    rope(op.rope);
   }
+  void operator()(const QueryOp& op) {
+    matrix(op.q);
+    rope(op.rope);
+  }
+  void operator()(const LatentQkvOp& op) {
+    heads(op.absorb);
+    kv_width = std::max(kv_width, plan.buffer(op.kv).width);
+    rope(op.rope);
+  }
+  void operator()(const HeadLinearOp& op) { heads(op.weight); }
   void operator()(const AttentionOp& op) {
     const AttentionSpec& kv = tables.caches.attention[static_cast<std::size_t>(op.cache.index)];
     const KvCache cache{.dtype = tables.cache_shape.type_of(kv),
                         .capacity = tables.cache_shape.positions(kv),
                         .kv_heads = kv.kv_heads,
                         .head_dim = kv.key_dim,
-                        .window = kv.window};
+                        .window = kv.window,
+                        .latent_dim = kv.latent ? kv.value_dim : 0};
     attention_bytes =
         std::max(attention_bytes, attention_scratch_bytes(cache, op.heads, tokens(), workers));
   }
@@ -157,6 +185,8 @@ CpuScratch plan_cpu_scratch(const Plan& plan, const PlanTables& tables, Isa isa,
   s.own_activations = arena.reserve(3 * count * s.own_activation_bytes);
   s.keys = arena.reserve(tokens * floats(needs.kv_width));
   s.values = arena.reserve(tokens * floats(needs.kv_width));
+  s.head_activation_bytes = aligned(needs.head_activation_bytes);
+  s.head_activations = arena.reserve(count * s.head_activation_bytes);
   s.gate = arena.reserve(floats(needs.hidden));
   s.up = arena.reserve(floats(needs.hidden));
   s.scores = arena.reserve(floats(needs.scores));

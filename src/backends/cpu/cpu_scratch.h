@@ -32,6 +32,9 @@ struct CpuScratch {
   std::size_t own_activation_bytes = 0;
   std::size_t keys = 0;    // [T, kv_heads * key_dim]
   std::size_t values = 0;  // the same
+  // Activations of one head of all tokens: one region a worker.
+  std::size_t head_activations = 0;
+  std::size_t head_activation_bytes = 0;
   std::size_t gate = 0;    // [T, ff], or [routes, ff] of experts
   std::size_t up = 0;      // the same
   std::size_t scores = 0;  // [T, experts]

@@ -121,7 +121,7 @@ StateId state_of(const Op& op) {
 }
 
 // Forms of an op that have no kernel.
-void refuse_missing_forms(const Plan& plan) {
+void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
   const auto refuse = [](const Op& op, const char* what) {
     fail(ErrorCode::kUnsupported,
          "cuda backend: {}: {} has no kernel; the cpu backend has one (--backend cpu)", op_name(op),
@@ -129,11 +129,22 @@ void refuse_missing_forms(const Plan& plan) {
   };
   for (const Op& op : plan.ops) {
     if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+      const auto layer = static_cast<std::size_t>(attention->cache.index);
+      if (tables.caches.attention[layer].latent) refuse(op, "multi-head latent attention");
       if (attention->bias && !bias_supported(*attention->bias)) {
         refuse(op,
                "a relative position bias that tells apart more than 1,024 distances, or more "
                "than 64 groups of far ones,");
       }
+    } else if (std::holds_alternative<LatentQkvOp>(op)) {
+      refuse(op, "multi-head latent attention");
+    } else if (std::holds_alternative<HeadLinearOp>(op)) {
+      refuse(op, "a matrix for each head");
+    } else if (const auto* route = std::get_if<RouteOp>(&op)) {
+      if (route->choice_bias.valid()) refuse(op, "a bias that chooses experts");
+      if (route->groups.count > 1) refuse(op, "a choice among groups of experts");
+      if (route->scale != 1) refuse(op, "a scale of the experts' weights");
+      if (route->score == RouteScore::kSigmoidOfChosen) refuse(op, "sigmoids over their sum");
     } else if (const auto* experts = std::get_if<ExpertsOp>(&op)) {
       if (experts->activation == Activation::kRelu) refuse(op, "relu");
     }
@@ -149,7 +160,7 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
          "cuda backend: rollback in front of {} has no kernel (it is part of that of embed)",
          op_name(plan.ops[1]));
   }
-  refuse_missing_forms(plan);
+  refuse_missing_forms(plan, tables);
   for (const Op& op : plan.ops) {
     if (const auto* conv = std::get_if<ShortConvOp>(&op)) {
       if (conv->activation.value_or(Activation::kSilu) != Activation::kSilu) {

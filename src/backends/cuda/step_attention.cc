@@ -16,23 +16,13 @@ bool StepKernels::attends_with(const QkvOp& qkv, std::size_t next) const {
          !takes_encoder_kernel(*attention);
 }
 
-HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
+template <typename Op>
+HeadsArgs StepKernels::query_args(const Op& op) const {
   HeadsArgs h;
-  h.cache = bound_.cache(op.cache);
-  h.k = scratch<float>(layout_.k);
-  h.v = scratch<float>(layout_.v);
-  if (op.q.valid()) {
-    h.q = bound_.buffer(op.q_out);
-    h.q_out = bound_.buffer(op.q_out);
-    h.heads = static_cast<int>(bound_.width(op.q_out)) / h.cache.key_dim;
-  }
+  if (op.q.valid()) h.q = h.q_out = bound_.buffer(op.q_out);
   if (op.q_norm) {
     h.q_norm = bound_.vector(op.q_norm->weight);
     h.q_norm_eps = op.q_norm->eps;
-  }
-  if (op.k_norm) {
-    h.k_norm = bound_.vector(op.k_norm->weight);
-    h.k_norm_eps = op.k_norm->eps;
   }
   h.style = op.rope.style;
   if (op.rope.turns()) {
@@ -43,6 +33,44 @@ HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
   h.state = bound_.state();
   h.tokens = tokens();
   return h;
+}
+
+HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
+  HeadsArgs h = query_args(op);
+  h.k = scratch<float>(layout_.k);
+  h.v = scratch<float>(layout_.v);
+  if (op.k_norm) {
+    h.k_norm = bound_.vector(op.k_norm->weight);
+    h.k_norm_eps = op.k_norm->eps;
+  }
+  h.cache = bound_.cache(op.cache);
+  if (op.q.valid()) h.heads = static_cast<int>(bound_.width(op.q_out)) / h.cache.key_dim;
+  return h;
+}
+
+// Heads of queries beside a cache of none.
+HeadsArgs StepKernels::heads_args(const QueryOp& op) const {
+  HeadsArgs h = query_args(op);
+  h.cache.key_dim = op.head_dim;
+  h.cache.value_dim = op.head_dim;
+  h.heads = static_cast<int>(bound_.width(op.q_out)) / op.head_dim;
+  return h;
+}
+
+void StepKernels::run(const QueryOp& op, std::size_t index, const Launch& l) const {
+  Launch next = l;
+  if (products_[index].gemm.empty()) {
+    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
+    const PackedWeight weight = packed(op.q);
+    args.part[0] = {weight, bound_.vector(op.q_bias), bound_.buffer(op.q_out), weight.rows};
+    multiply(args, tokens(), next);
+    next.dependent = l.dependent_inside;
+  } else {
+    const void* x = bf16_input(op.in, op.norm, l);
+    products_[index].gemm[0].run(bf16_weight(op.q, l), x, bound_.vector(op.q_bias), nullptr,
+                                 bound_.buffer(op.q_out), gemm_workspace(), l.stream);
+  }
+  finish_heads(heads_args(op), next);
 }
 
 AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {

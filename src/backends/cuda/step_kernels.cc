@@ -67,6 +67,8 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
       s.k_width = std::max(s.k_width, decl(q->k).rows);
       s.v_width = std::max(s.v_width, decl(q->v).rows);
       for (const WeightId id : {q->q, q->k, q->v}) product(id);
+    } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+      product(query->q);
     } else if (const auto* a = std::get_if<AttentionOp>(&op)) {
       const AttentionSpec& spec = tables.caches.attention[size_of(a->cache.index)];
       s.heads = std::max(s.heads, a->heads);
@@ -220,6 +222,8 @@ void StepKernels::choose_products() {
       add(i, q->q, GemmOut::kF32, q->q_bias.valid(), false);
       add(i, q->k, GemmOut::kF32, q->k_bias.valid(), false);
       add(i, q->v, GemmOut::kF32, q->v_bias.valid(), false);
+    } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+      add(i, query->q, GemmOut::kF32, query->q_bias.valid(), false);
     } else if (const auto* l = std::get_if<LinearOp>(&op)) {
       add(i, l->weight, GemmOut::kF32, l->bias.valid(), l->residual.valid());
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {

@@ -104,6 +104,7 @@ class StepKernels {
   void run(const EmbedOp& op, std::size_t index, const Launch& l) const;
   void run(const NormOp& op, std::size_t index, const Launch& l) const;
   void run(const LinearOp& op, std::size_t index, const Launch& l) const;
+  void run(const QueryOp& op, std::size_t index, const Launch& l) const;
   void project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const;
   // The products of an op in the decode class.
   QkvProducts qkv_products(const QkvOp& op) const;
@@ -120,6 +121,10 @@ class StepKernels {
   bool attends_with(const QkvOp& qkv, std::size_t next) const;
   bool takes_encoder_kernel(const AttentionOp& op) const;
   HeadsArgs heads_args(const QkvOp& op) const;
+  HeadsArgs heads_args(const QueryOp& op) const;
+  // What both have: queries and rope.
+  template <typename Op>
+  HeadsArgs query_args(const Op& op) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;

@@ -187,6 +187,61 @@ void run(const QkvOp& op, const BoundPlan& bound) {
   }
 }
 
+void run(const QueryOp& op, const BoundPlan& bound) {
+  const StepState& s = bound.state();
+  const std::int64_t in = bound.width(op.in);
+  const std::int64_t q_width = bound.width(op.q_out);
+  auto* normed = reinterpret_cast<float*>(bound.scratch());
+  for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
+    float* q = bound.buffer(op.q_out) + t * q_width;
+    if (s.position[t] < 0) {
+      std::fill_n(q, q_width, 0.0F);
+      continue;
+    }
+    rms_norm({bound.buffer(op.in) + t * in, static_cast<std::size_t>(in)},
+             bound.vector(op.norm.weight), op.norm.eps, normed);
+    project(bound, op.q, op.q_bias, normed, op.q_norm, &op.rope, op.head_dim, s.position[t], q);
+  }
+}
+
+void run(const LatentQkvOp& op, const BoundPlan& bound) {
+  const StepState& s = bound.state();
+  const LayerCacheView& cache = bound.cache(op.cache);
+  const BoundWeight& absorb = bound.weight(op.absorb);
+  const BoundWeight& frequencies = bound.weight(op.rope.inverse_frequencies);
+  const std::int64_t rank = cache.value_dim;
+  const int turned = cache.key_dim - cache.value_dim;
+  const std::int64_t plain = absorb.decl->cols;
+  auto* key = reinterpret_cast<float*>(bound.scratch());
+  for (std::int32_t t = 0; t < s.counts->tokens; ++t) {
+    float* out = bound.buffer(op.q_out) + t * bound.width(op.q_out);
+    const std::int32_t position = s.position[t];
+    if (position < 0) {
+      std::fill_n(out, bound.width(op.q_out), 0.0F);
+      continue;
+    }
+    const float* kv = bound.buffer(op.kv) + t * bound.width(op.kv);
+    rms_norm({kv, static_cast<std::size_t>(rank)}, bound.vector(op.kv_norm.weight), op.kv_norm.eps,
+             key);
+    std::copy_n(kv + rank, turned, key + rank);
+    rotate(key + rank, turned, position, frequencies.f32(), op.rope);
+    const std::int32_t row = s.row_of[s.lane_of[t]];
+    store_heads(cache, cache.key_slot(row), position % cache.capacity, cache.key_dim, key);
+
+    const float* q = bound.buffer(op.q) + t * bound.width(op.q);
+    for (std::int64_t h = 0; h < absorb.decl->experts; ++h) {
+      const auto* matrix = reinterpret_cast<const float*>(absorb.matrix(h));
+      for (std::int64_t n = 0; n < rank; ++n) {
+        out[n] = static_cast<float>(dot(matrix + n * plain, q, plain));
+      }
+      std::copy_n(q + plain, turned, out + rank);
+      rotate(out + rank, turned, position, frequencies.f32(), op.rope);
+      q += plain + turned;
+      out += cache.key_dim;
+    }
+  }
+}
+
 void run(const AttentionOp& op, const BoundPlan& bound) {
   const StepState& s = bound.state();
   const LayerCacheView& cache = bound.cache(op.cache);
@@ -228,7 +283,7 @@ void run(const AttentionOp& op, const BoundPlan& bound) {
       }
       std::fill_n(sums, cache.value_dim, 0.0);
       for (std::int32_t p = first; p < end; ++p) {
-        const StoredHead stored = stored_head(cache, cache.value_slot(slot), cache.value_dim,
+        const StoredHead stored = stored_head(cache, cache.value_slot(slot), cache.value_stride(),
                                               p % cache.capacity, h / group);
         const float* value = widened(cache, stored, cache.value_dim, buffer);
         const double weight = scores[p - first];

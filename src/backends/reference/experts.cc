@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <array>
+#include <bitset>
 #include <cmath>
 #include <limits>
 
@@ -20,42 +22,89 @@ void expert_matvec(const BoundWeight& stack, std::int64_t expert, const float* b
   }
 }
 
+// The best groups, ties to the lower number.
+template <typename Key>
+std::bitset<kMaxRouteGroups> choose_groups(const RouteGroups& groups, std::size_t group_size,
+                                           const Key& key) {
+  std::array<double, kMaxRouteGroups> sums{};
+  const auto count = static_cast<std::size_t>(groups.count);
+  for (std::size_t g = 0; g < count; ++g) {
+    std::size_t last = 0;
+    for (int rank = 0; rank < groups.best; ++rank) {
+      std::size_t best = group_size;
+      for (std::size_t i = 0; i < group_size; ++i) {
+        const float k = key(g * group_size + i);
+        const float before = key(g * group_size + last);
+        const bool after = rank == 0 || k < before || (k == before && i > last);
+        if (after && (best == group_size || k > key(g * group_size + best))) best = i;
+      }
+      last = best;
+      sums[g] += key(g * group_size + best);
+    }
+  }
+  std::bitset<kMaxRouteGroups> chosen;
+  for (std::int32_t rank = 0; rank < groups.chosen; ++rank) {
+    std::size_t best = count;
+    for (std::size_t g = 0; g < count; ++g) {
+      if (!chosen[g] && (best == count || sums[g] > sums[best])) best = g;
+    }
+    chosen.set(best);
+  }
+  return chosen;
+}
+
 }  // namespace
 
-void choose_experts(std::span<const float> scores, int top_k, RouteScore score, float* out) {
-  const auto key = [&scores](std::size_t e) {
-    return std::isnan(scores[e]) ? -std::numeric_limits<float>::infinity() : scores[e];
+void choose_experts(const RouteOp& op, std::span<const float> scores, const float* choice_bias,
+                    float* out) {
+  const auto sigmoid = [](float s) {
+    return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(s))));
   };
-  float* weights = out + top_k;
-  std::size_t last = 0;
-  for (int rank = 0; rank < top_k; ++rank) {
-    // The best of those that come after the last one: smaller, or as large and behind it.
+  constexpr float kLeast = -std::numeric_limits<float>::infinity();
+  const auto key = [&](std::size_t e) {
+    const float k = choice_bias ? sigmoid(scores[e]) + choice_bias[e] : scores[e];
+    return std::isnan(k) ? kLeast : k;
+  };
+  std::bitset<kMaxRouteGroups> groups;
+  groups.set();
+  const std::size_t group_size = scores.size() / static_cast<std::size_t>(op.groups.count);
+  if (op.groups.count > 1) {
+    groups = choose_groups(op.groups, group_size, key);
+  }
+  // The best of those that come after `last`: smaller, or as large and behind it.
+  const auto next_best = [&](int rank, std::size_t last) {
     std::size_t best = scores.size();
     for (std::size_t e = 0; e < scores.size(); ++e) {
+      if (!groups[e / group_size]) continue;
       const bool after = rank == 0 || key(e) < key(last) || (key(e) == key(last) && e > last);
       if (after && (best == scores.size() || key(e) > key(best))) best = e;
     }
-    last = best;
-    out[rank] = static_cast<float>(best);
-    weights[rank] = scores[best];
+    return best;
+  };
+  float* weights = out + op.top_k;
+  std::size_t last = 0;
+  for (int rank = 0; rank < op.top_k; ++rank) {
+    last = next_best(rank, last);
+    out[rank] = static_cast<float>(last);
+    weights[rank] = scores[last];
   }
-  if (score == RouteScore::kSigmoid) {
-    for (int rank = 0; rank < top_k; ++rank) {
-      weights[rank] =
-          static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(weights[rank]))));
+  const std::span<float> chosen(weights, static_cast<std::size_t>(op.top_k));
+  if (op.score == RouteScore::kSigmoid || op.score == RouteScore::kSigmoidOfChosen) {
+    double total = 1e-20;  // as transformers has it: no division by zero
+    for (float& w : chosen) {
+      w = sigmoid(w);
+      total += w;
     }
+    if (op.score == RouteScore::kSigmoid) total = 1;
+    for (float& w : chosen) w = static_cast<float>(w / total * op.scale);
     return;
   }
   const std::span<const float> summed =
-      score == RouteScore::kSoftmax
-          ? scores
-          : std::span<const float>(weights, static_cast<std::size_t>(top_k));
-  const double max = weights[0];
+      op.score == RouteScore::kSoftmax ? scores : std::span<const float>(chosen);
+  const double max = *std::ranges::max_element(summed);
   double total = 0;
   for (const float s : summed) total += std::exp(s - max);
-  for (int rank = 0; rank < top_k; ++rank) {
-    weights[rank] = static_cast<float>(std::exp(weights[rank] - max) / total);
-  }
+  for (float& w : chosen) w = static_cast<float>(std::exp(w - max) / total * op.scale);
 }
 
 void run(const RouteOp& op, const BoundPlan& bound) {
@@ -83,7 +132,8 @@ void run(const RouteOp& op, const BoundPlan& bound) {
       scores[e] =
           static_cast<float>(dot(router.f32() + e * width, x, width) + (bias ? bias[e] : 0.0F));
     }
-    choose_experts({scores, static_cast<std::size_t>(experts)}, op.top_k, op.score, out);
+    choose_experts(op, {scores, static_cast<std::size_t>(experts)}, bound.vector(op.choice_bias),
+                   out);
   }
 }
 

@@ -121,6 +121,22 @@ void run(const LinearOp& op, const BoundPlan& bound) {
   }
 }
 
+void run(const HeadLinearOp& op, const BoundPlan& bound) {
+  const BoundWeight& weight = bound.weight(op.weight);
+  const std::int64_t rows = weight.decl->rows;
+  const std::int64_t cols = weight.decl->cols;
+  for (std::int32_t t = 0; t < bound.state().counts->tokens; ++t) {
+    const float* x = bound.buffer(op.in) + t * bound.width(op.in);
+    float* y = bound.buffer(op.out) + t * bound.width(op.out);
+    for (std::int64_t h = 0; h < weight.decl->experts; ++h, x += cols, y += rows) {
+      const auto* matrix = reinterpret_cast<const float*>(weight.matrix(h));
+      for (std::int64_t n = 0; n < rows; ++n) {
+        y[n] = static_cast<float>(dot(matrix + n * cols, x, cols));
+      }
+    }
+  }
+}
+
 void run(const GatedMlpOp& op, const BoundPlan& bound) {
   const std::int64_t in = bound.width(op.in);
   const std::int64_t out = bound.width(op.out);
@@ -178,6 +194,10 @@ std::size_t scratch_bytes(const Op& op, const Plan& plan, const PlanTables& tabl
   std::size_t bytes = 0;
   if (const auto* qkv = std::get_if<QkvOp>(&op)) {
     floats = plan.buffer(qkv->in).width + weight(qkv->k).rows + weight(qkv->v).rows;
+  } else if (const auto* query = std::get_if<QueryOp>(&op)) {
+    floats = plan.buffer(query->in).width;
+  } else if (const auto* latent = std::get_if<LatentQkvOp>(&op)) {
+    floats = plan.buffer(latent->kv).width;
   } else if (const auto* attention = std::get_if<AttentionOp>(&op)) {
     const AttentionSpec& cache =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];

@@ -13,6 +13,9 @@ void run(const EmbedOp& op, const BoundPlan& bound);
 void run(const NormOp& op, const BoundPlan& bound);
 void run(const LinearOp& op, const BoundPlan& bound);
 void run(const QkvOp& op, const BoundPlan& bound);
+void run(const QueryOp& op, const BoundPlan& bound);
+void run(const LatentQkvOp& op, const BoundPlan& bound);
+void run(const HeadLinearOp& op, const BoundPlan& bound);
 void run(const AttentionOp& op, const BoundPlan& bound);
 void run(const ShortConvOp& op, const BoundPlan& bound);
 void run(const DeltaRuleOp& op, const BoundPlan& bound);
@@ -39,10 +42,11 @@ double dot(const float* a, const float* b, std::int64_t n);
 // act(gate) * up.
 float gated(Activation activation, float gate, float up);
 
-// The top_k experts with the largest scores, the largest first, ties to the lower id, and their
-// weights in the same order, to out [2 * top_k]. A NaN counts as the smallest score; what it is
+// The experts that RouteOp chooses by its scores, and their weights in the same order, to out
+// [2 * top_k]. `choice_bias` is the op's, or null. A NaN counts as the smallest key; what it is
 // part of becomes NaN.
-void choose_experts(std::span<const float> scores, int top_k, RouteScore score, float* out);
+void choose_experts(const RouteOp& op, std::span<const float> scores, const float* choice_bias,
+                    float* out);
 
 // One head of one position in a cache of any element type, `dim` elements, and its store with
 // rounding to nearest even. `scale` is the one of an int8 head, otherwise null.

@@ -51,6 +51,32 @@ TEST(CacheLayout, Int8CountsItsScales) {
             128U * 2 * (16 + 4));
 }
 
+// A latent and what turns, once for all heads, and no values: of int8 with one scale.
+TEST(CacheLayout, ALatentIsStoredOnce) {
+  const std::vector<AttentionSpec> layers = {
+      {.kv_heads = 1, .key_dim = 576, .value_dim = 512, .latent = true}, {2, 16, 16}};
+  const CacheLayout half(layers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kF16});
+  EXPECT_EQ(half.key_bytes(0), 128U * (512 + 64) * 2);
+  EXPECT_EQ(half.value_bytes(0), 0U);
+  EXPECT_EQ(half.bytes_per_slot(), 128U * ((512 + 64) * 2 + 2 * 32 * 2));
+  const CacheLayout bytes(layers, {.max_seq_len = 100, .slots = 3, .dtype = DType::kI8});
+  EXPECT_EQ(bytes.key_bytes(0), 128U * (512 + 64 + 4));
+  Arena arena;
+  const StaticCache cache(half, arena);
+  EXPECT_EQ(arena.size(), 3 * half.bytes_per_slot());
+  // One page for the keys of each layer's first block, and one for the values of the second.
+  EXPECT_EQ(cache.first_token_bytes(4096), (18U + 2U) * 4096);
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is never read
+  arena.seal(reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40));
+  const LayerCacheView view = cache.layer(0);
+  EXPECT_TRUE(view.latent);
+  EXPECT_EQ(view.values, view.keys);
+  EXPECT_EQ(view.value_slot(2), view.key_slot(2));
+  EXPECT_EQ(view.value_stride(), 576);
+  EXPECT_FALSE(cache.layer(1).latent);
+  EXPECT_EQ(cache.layer(1).value_stride(), 16);
+}
+
 TEST(CacheType, NamesAreThoseOfUsers) {
   EXPECT_EQ(cache_type_names(), "f16, bf16, f32, int8 or fp8");
   EXPECT_EQ(parse_cache_type("int8"), DType::kI8);

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 
 #include "models/model_config.h"
@@ -274,6 +275,83 @@ TEST(GgufConfigTest, MixturesOfExperts) {
   refused("gpt-oss", experts(), kInvalid, "gpt-oss.attention.sliding_window");
   refused("gpt-oss", experts({{"attention.sliding_window", number(0)}}), kInvalid,
           "gpt-oss.attention.sliding_window");
+}
+
+// DeepSeek, in both forms of its files.
+TEST(GgufConfigTest, LatentAttention) {
+  const std::vector<Entry> late = {{"attention.head_count_kv", number(1)},
+                                   {"attention.kv_lora_rank", number(32)},
+                                   {"attention.key_length", number(48)},
+                                   {"attention.value_length", number(32)},
+                                   {"attention.key_length_mla", number(40)},
+                                   {"attention.value_length_mla", number(20)},
+                                   {"rope.dimension_count", number(16)},
+                                   {"rope.scaling.type", std::string("yarn")},
+                                   {"rope.scaling.factor", 40.0},
+                                   {"rope.scaling.original_context_length", number(64)},
+                                   {"rope.scaling.yarn_log_multiplier", 0.0707},
+                                   {"leading_dense_block_count", number(1)},
+                                   {"expert_count", number(8)},
+                                   {"expert_used_count", number(2)},
+                                   {"expert_shared_count", number(2)},
+                                   {"expert_feed_forward_length", number(32)},
+                                   {"expert_weights_scale", 16.0}};
+  const auto with = [&late](const std::vector<Entry>& changes) {
+    std::vector<Entry> all = late;
+    all.insert(all.end(), changes.begin(), changes.end());
+    return metadata("deepseek2", all);
+  };
+  const ModelConfig c = parse_gguf_config(with({}));
+  EXPECT_EQ(c.latent, (LatentConfig{.kv_lora_rank = 32,
+                                    .qk_nope_head_dim = 24,
+                                    .qk_rope_head_dim = 16,
+                                    .v_head_dim = 20,
+                                    .norm_eps = 1e-5}));
+  EXPECT_EQ(c.head_dim, 16);
+  EXPECT_EQ(c.rope_style, RopeStyle::kInterleaved);
+  EXPECT_EQ(c.rope.attention_factor, 1.0);
+  const double stretch = 1 + 0.0707 * std::log(40.0);
+  EXPECT_DOUBLE_EQ(c.attention_scale, stretch * stretch / std::sqrt(40.0));
+  EXPECT_EQ(c.experts.score, RouteScore::kSoftmax);
+  EXPECT_EQ(c.experts.shared_expert_intermediate_size, 64);
+  EXPECT_EQ(c.experts.route_scale, 16.0);
+  EXPECT_THAT(c.experts.dense_layers, ElementsAre(true, false));
+  EXPECT_FALSE(c.experts.choice_bias || c.experts.shared_gate);
+
+  const ModelConfig early = parse_gguf_config(with({{"attention.head_count_kv", number(4)},
+                                                    {"attention.key_length", number(40)},
+                                                    {"attention.value_length", number(20)},
+                                                    {"attention.key_length_mla", kErase},
+                                                    {"attention.value_length_mla", kErase},
+                                                    {"attention.q_lora_rank", number(48)},
+                                                    {"expert_gating_func", number(2)},
+                                                    {"expert_weights_norm", true},
+                                                    {"expert_group_count", number(4)},
+                                                    {"expert_group_used_count", number(2)}}));
+  EXPECT_EQ(early.latent.qk_nope_head_dim, 24);
+  EXPECT_EQ(early.latent.v_head_dim, 20);
+  EXPECT_EQ(early.latent.q_lora_rank, 48);
+  EXPECT_EQ(early.experts.score, RouteScore::kSigmoidOfChosen);
+  EXPECT_TRUE(early.experts.choice_bias);
+  EXPECT_EQ(early.experts.groups, (RouteGroups{4, 2, 2}));
+
+  const auto refused = [&with](const Entry& change, ErrorCode code) {
+    SCOPED_TRACE(change.first);
+    try {
+      parse_gguf_config(with({change}));
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), code) << e.what();
+      EXPECT_THAT(e.what(), HasSubstr(change.first));
+    }
+  };
+  refused({"attention.kv_lora_rank", number(0)}, ErrorCode::kInvalidModel);
+  refused({"attention.kv_lora_rank", kErase}, ErrorCode::kInvalidModel);
+  refused({"attention.key_length_mla", number(16)}, ErrorCode::kInvalidModel);  // all of it turns
+  refused({"expert_shared_count", number(0)}, ErrorCode::kInvalidModel);
+  refused({"expert_gating_func", number(3)}, ErrorCode::kUnsupported);
+  refused({"rope.scaling.yarn_log_multiplier", 0.0}, ErrorCode::kUnsupported);
+  refused({"expert_group_count", number(65)}, ErrorCode::kInvalidModel);
 }
 
 TEST(GgufConfigTest, WhatIsNotComputedIsRefusedByKey) {

@@ -433,6 +433,31 @@ TEST(HfConfigTest, ReadsGemma3) {
   expect_invalid(head + R"("rope_local_base_freq": 0.5})", "rope_theta");
 }
 
+// The last layers attend to the cache of the last layer of their kind that has one.
+TEST(HfConfigTest, LayersThatShareCaches) {
+  const ModelConfig plain = parse();
+  EXPECT_EQ(plain.num_kv_shared_layers, 0);
+  EXPECT_EQ(plain.cache_layer(plain.num_hidden_layers), plain.num_hidden_layers);  // an encoder's
+  EXPECT_EQ(plain.cache_layer(1), 1);
+  const ModelConfig config = parse(R"({"num_hidden_layers": 7, "num_kv_shared_layers": 3})");
+  for (const std::int64_t layer : {0, 1, 2, 3}) EXPECT_EQ(config.cache_layer(layer), layer);
+  for (const std::int64_t layer : {4, 5, 6}) EXPECT_EQ(config.cache_layer(layer), 3);
+  const ModelConfig mixed = parse(
+      R"({"model_type": "gemma3_text", "num_hidden_layers": 6, "num_kv_shared_layers": 3,
+          "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention",
+          "sliding_attention", "full_attention", "sliding_attention", "full_attention"]})");
+  EXPECT_EQ(mixed.cache_layer(2), 2);
+  EXPECT_EQ(mixed.cache_layer(3), 0);
+  EXPECT_EQ(mixed.cache_layer(4), 2);
+  EXPECT_EQ(mixed.cache_layer(5), 0);
+  expect_invalid(R"({"num_kv_shared_layers": 2})", "num_kv_shared_layers");
+  expect_invalid(R"({"num_kv_shared_layers": -1})", "num_kv_shared_layers");
+  expect_invalid(R"({"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16,
+                     "num_kv_shared_layers": 1, "layer_types": ["sliding_attention",
+                     "sliding_attention", "full_attention"]})",
+                 "layer 2 has no keys and values");
+}
+
 TEST(HfConfigTest, WindowsOfLayers) {
   using Windows = std::vector<std::int64_t>;
   const auto windows = [](const std::string& text) { return parse(text).layer_windows; };

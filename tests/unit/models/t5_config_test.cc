@@ -99,6 +99,7 @@ TEST(T5ConfigTest, Refuses) {
   unsupported(R"({"feed_forward_proj": "gelu"})", "feed_forward_proj");
   unsupported(R"({"is_encoder_decoder": false})", "is_encoder_decoder");
   unsupported(R"({"is_decoder": true})", "is_encoder_decoder");
+  unsupported(R"({"num_kv_shared_layers": 1})", "num_kv_shared_layers");
 }
 
 // As llama.cpp's converter writes it, with one key changed.

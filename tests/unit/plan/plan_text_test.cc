@@ -65,16 +65,33 @@ TEST(PlanText, ShowsWhatDiffers) {
   LinearOp linear = t.linear();
   linear.residual = {};
   linear.bias = {};
-  for (const Op& op : {Op(qkv), Op(linear), Op(t.score()), Op(AdvanceOp{})}) {
+  for (const Op& op : {Op(qkv), Op(t.query()), Op(linear), Op(t.score()), Op(AdvanceOp{})}) {
     t.recorder.record(op);
   }
   const std::string text = plan_text(t.recorder.finish(), t.tables.weights, t.tables.caches);
   EXPECT_THAT(text, HasSubstr("plan tokens=3 lanes=1 logit_rows=3 score\n"));
   EXPECT_THAT(text, HasSubstr("rope=interleaved(frequencies)*1.5\n"));
+  EXPECT_THAT(text, HasSubstr("query      %q <- %x  norm=norm eps=1e-05 q=q q_bias=q_bias "
+                              "q_norm=head_norm eps=1e-06 rope=half(frequencies) dim=8\n"));
   EXPECT_THAT(text, HasSubstr("%x <- %attended  weight=o\n"));
   EXPECT_THAT(text, HasSubstr("score      logprob <- %x[logit_token], target"));
-  EXPECT_THAT(text, Not(HasSubstr("q_norm")));
-  EXPECT_THAT(text, Not(HasSubstr(" q_bias")));
+  EXPECT_THAT(text, Not(HasSubstr("k_norm")));
+  EXPECT_THAT(text, HasSubstr("v=v k_bias=kv_bias v_bias=kv_bias rope"));
+}
+
+TEST(PlanText, ShowsLatents) {
+  test::TinyLatent t;
+  for (const Op& op :
+       {Op(t.qkv()),
+        Op(AttentionOp{.q = t.absorbed, .cache = {0}, .heads = 2, .scale = 0.25F, .out = t.latent}),
+        Op(t.values()), Op(AdvanceOp{})}) {
+    t.recorder.record(op);
+  }
+  const std::string text = plan_text(t.recorder.finish(), t.tables.weights, t.caches);
+  EXPECT_THAT(text, HasSubstr("latent_qkv %absorbed, cache.0 <- %q, %kv  kv_norm=kv_norm eps=1e-06 "
+                              "absorb=absorb of 2 rope=interleaved(turns)\n"));
+  EXPECT_THAT(text, HasSubstr("heads=2/1 dim=12 latent=8 scale=0.25\n"));
+  EXPECT_THAT(text, HasSubstr("head_linear %out <- %latent  weight=up of 2\n"));
 }
 
 TEST(PlanText, ShowsAnEncodersStep) {

@@ -202,6 +202,23 @@ TEST(Recorder, Qkv) {
   no([](QkvOp& op, auto& t) { op.q_out = t.logits; });
 }
 
+TEST(Recorder, Query) {
+  const auto no = [](auto spoil) { refuse<QueryOp>(&TinyRecorder::query, "query", spoil); };
+  no([](QueryOp& op, auto&) { op.in = {}; });
+  no([](QueryOp& op, auto& t) { op.in = t.q; });
+  no([](QueryOp& op, auto&) { op.norm.weight = {}; });
+  no([](QueryOp& op, auto&) { op.q = {}; });
+  no([](QueryOp& op, auto& t) { op.q = t.tables.k; });
+  no([](QueryOp& op, auto& t) { op.q_bias = t.tables.kv_bias; });
+  no([](QueryOp& op, auto& t) { op.q_norm->weight = t.tables.norm; });
+  no([](QueryOp& op, auto&) { op.rope.inverse_frequencies = {}; });
+  no([](QueryOp& op, auto& t) { op.rope.inverse_frequencies = t.tables.head_norm; });
+  no([](QueryOp& op, auto&) { op.head_dim = 0; });
+  no([](QueryOp& op, auto&) { op.head_dim = 3; });
+  no([](QueryOp& op, auto&) { op.q_out = {}; });
+  no([](QueryOp& op, auto& t) { op.q_out = t.x; });
+}
+
 TEST(Recorder, Attention) {
   const auto no = [](auto spoil) {
     refuse<AttentionOp>(&TinyRecorder::attention, "attention", spoil);
@@ -316,6 +333,49 @@ TEST(Recorder, AnMlpWithoutAGate) {
   expect_refused([&] { t.recorder.record(op); }, {"(gated_mlp)", "needs no gate"});
 }
 
+TEST(Recorder, LatentQkv) {
+  const auto no = [](const std::function<void(LatentQkvOp&, const test::TinyLatent&)>& spoil) {
+    test::TinyLatent t;
+    LatentQkvOp op = t.qkv();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"recording op 0", "(latent_qkv)", "expected"});
+    t.recorder.record(t.qkv());
+  };
+  no([](LatentQkvOp& op, auto&) { op.q = {}; });
+  no([](LatentQkvOp& op, auto& t) { op.q = t.absorbed; });
+  no([](LatentQkvOp& op, auto& t) { op.kv = t.latent; });
+  no([](LatentQkvOp& op, auto&) { op.kv_norm.eps = 0; });
+  no([](LatentQkvOp& op, auto& t) { op.kv_norm.weight = t.turns; });
+  no([](LatentQkvOp& op, auto& t) { op.absorb = t.up; });
+  no([](LatentQkvOp& op, auto& t) { op.absorb = t.kv_norm; });
+  no([](LatentQkvOp& op, auto& t) { op.rope.inverse_frequencies = t.kv_norm; });
+  no([](LatentQkvOp& op, auto&) { op.rope.style = RopeStyle::kNone; });
+  no([](LatentQkvOp& op, auto&) { op.cache = {1}; });  // no latent one
+  no([](LatentQkvOp& op, auto&) { op.cache = {2}; });
+  no([](LatentQkvOp& op, auto& t) { op.q_out = t.q; });
+}
+
+TEST(Recorder, ALatentCacheHasNoValuesToStore) {
+  test::TinyLatent t;
+  expect_refused([&] { t.recorder.record(QkvOp{.in = t.kv, .cache = {0}, .q_out = t.q}); },
+                 {"(qkv)", "a cache of keys and values"});
+}
+
+TEST(Recorder, HeadLinear) {
+  const auto no = [](const std::function<void(HeadLinearOp&, const test::TinyLatent&)>& spoil) {
+    test::TinyLatent t;
+    HeadLinearOp op = t.values();
+    spoil(op, t);
+    expect_refused([&] { t.recorder.record(op); }, {"recording op 0", "(head_linear)", "expected"});
+    t.recorder.record(t.values());
+  };
+  no([](HeadLinearOp& op, auto& t) { op.in = t.q; });
+  no([](HeadLinearOp& op, auto& t) { op.weight = t.absorb; });
+  no([](HeadLinearOp& op, auto& t) { op.weight = t.kv_norm; });
+  no([](HeadLinearOp& op, auto&) { op.out = {}; });
+  no([](HeadLinearOp& op, auto& t) { op.out = t.latent; });
+}
+
 TEST(Recorder, Route) {
   const auto no = [](const std::function<void(RouteOp&, const test::TinyMixture&)>& spoil) {
     test::TinyMixture t;
@@ -330,6 +390,17 @@ TEST(Recorder, Route) {
   no([](RouteOp& op, auto&) { op.weight = {}; });
   no([](RouteOp& op, auto& t) { op.weight = t.tables.gate; });  // the role is not router
   no([](RouteOp& op, auto& t) { op.bias = t.tables.ff_bias; });
+  no([](RouteOp& op, auto& t) { op.choice_bias = t.tables.router_bias; });  // of a softmax
+  no([](RouteOp& op, auto& t) {
+    op.score = RouteScore::kSigmoid;
+    op.choice_bias = t.tables.ff_bias;
+  });
+  no([](RouteOp& op, auto&) { op.groups.count = 2; });    // of five experts
+  no([](RouteOp& op, auto&) { op.groups = {5, 1, 1}; });  // one expert, of which two are chosen
+  no([](RouteOp& op, auto&) { op.groups = {5, 6, 1}; });
+  no([](RouteOp& op, auto&) { op.groups = {5, 2, 2}; });
+  no([](RouteOp& op, auto&) { op.groups.best = 0; });
+  no([](RouteOp& op, auto&) { op.scale = 0; });
   no([](RouteOp& op, auto&) { op.top_k = 0; });
   no([](RouteOp& op, auto&) { op.top_k = -1; });
   no([](RouteOp& op, auto&) { op.top_k = 3; });  // another width than the output's

@@ -104,6 +104,48 @@ struct TinyMixture {
   BufferId odd = recorder.buffer("odd", Extent::kTokens, std::int64_t{2} * kTopK + 1);
 };
 
+// The ops of multi-head latent attention, on a recorder of their own: two heads of 6 + 4 whose keys
+// come from a latent of 8.
+struct TinyLatent {
+  static constexpr std::int64_t kHeadCount = 2;
+  static constexpr int kRank = 8;
+  static constexpr int kPlain = 6;
+  static constexpr int kTurned = 4;
+
+  LatentQkvOp qkv() const {
+    return {.q = q,
+            .kv = kv,
+            .kv_norm = {kv_norm, 1e-6F},
+            .absorb = absorb,
+            .rope = {turns, RopeStyle::kInterleaved, 1},
+            .cache = {0},
+            .q_out = absorbed};
+  }
+  HeadLinearOp values() const { return {.in = latent, .weight = up, .out = out}; }
+
+  TinyTables tables;
+  std::array<AttentionSpec, 2> caches{
+      AttentionSpec{.kv_heads = 1, .key_dim = kRank + kTurned, .value_dim = kRank, .latent = true},
+      AttentionSpec{.kv_heads = 1, .key_dim = kRank + kTurned, .value_dim = kRank}};
+  WeightId kv_norm = tables.vector("kv_norm", kRank);
+  WeightId turns = tables.vector("turns", kTurned / 2);
+  WeightId absorb = stack("absorb", kRank, kPlain);
+  WeightId up = stack("up", 5, kRank);
+  Recorder recorder{tables.weights, caches, {.tokens = 8, .lanes = 2, .logit_rows = 2}};
+  BufferId q = recorder.buffer("q", Extent::kTokens, kHeadCount*(kPlain + kTurned));
+  BufferId kv = recorder.buffer("kv", Extent::kTokens, kRank + kTurned);
+  BufferId absorbed = recorder.buffer("absorbed", Extent::kTokens, kHeadCount*(kRank + kTurned));
+  BufferId latent = recorder.buffer("latent", Extent::kTokens, kHeadCount* kRank);
+  BufferId out = recorder.buffer("out", Extent::kTokens, kHeadCount * 5);
+
+ private:
+  WeightId stack(std::string name, std::int64_t rows, std::int64_t cols) {
+    const WeightId id = tables.stack(std::move(name), rows, cols);
+    tables.weights.back().experts = kHeadCount;
+    return id;
+  }
+};
+
 // A recorder with the buffers of one layer, and the ops that belong on them.
 struct TinyRecorder {
   explicit TinyRecorder(const StepShape& shape = {.tokens = 8, .lanes = 2, .logit_rows = 2})
@@ -133,6 +175,16 @@ struct TinyRecorder {
             .k_norm = RmsNorm{tables.head_norm, 1e-6F},
             .rope = {tables.frequencies, RopeStyle::kHalf, 1},
             .cache = {0},
+            .q_out = q};
+  }
+  QueryOp query() const {
+    return {.in = x,
+            .norm = norm(),
+            .q = tables.q,
+            .q_bias = tables.q_bias,
+            .q_norm = RmsNorm{tables.head_norm, 1e-6F},
+            .rope = {tables.frequencies, RopeStyle::kHalf, 1},
+            .head_dim = kDim,
             .q_out = q};
   }
   AttentionOp attention() const {

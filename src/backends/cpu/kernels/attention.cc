@@ -24,9 +24,10 @@ constexpr int kMaxSplitTokens = 16;
 constexpr float kLog2E = 1.44269504F;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-const AttentionKernels& kernels(Isa isa, int head_dim) {
+const AttentionKernels& kernels(Isa isa, const KvCache& cache) {
 #if defined(__x86_64__)
-  if (isa >= Isa::kAvx512 && head_dim % attention_kernels_avx512().lanes == 0) {
+  const int lanes = attention_kernels_avx512().lanes;
+  if (isa >= Isa::kAvx512 && cache.head_dim % lanes == 0 && cache.value_dim() % lanes == 0) {
     return attention_kernels_avx512();
   }
   if (isa >= Isa::kAvx2) return attention_kernels_avx2();
@@ -129,19 +130,21 @@ constexpr std::size_t align(std::size_t bytes) { return (bytes + 63) / 64 * 64; 
 // One worker's work space.
 struct Workspace {
   float* queries = nullptr;    // [kTileRows, head_dim], scaled
-  float* acc = nullptr;        // [kTileRows, head_dim + kSumLanes] of the current split
+  float* acc = nullptr;        // [kTileRows, value_dim + kSumLanes] of the current split
   float* total_acc = nullptr;  // the same of the splits before it
   float* m = nullptr;          // [kTileRows]
   float* total_m = nullptr;
   float* scores = nullptr;  // [kTileRows, 64]
   float* biases = nullptr;  // [kTileRows, 64]
   float* tile = nullptr;    // [head_dim, 64]
-  float* sink = nullptr;    // [head_dim + kSumLanes]
+  float* sink = nullptr;    // [value_dim + kSumLanes]
   int* counts = nullptr;    // [kTileRows]
   int* skips = nullptr;     // [kTileRows]
 
   // Lays the parts out from `base` on and returns their size; with nullptr it only measures.
-  std::size_t assign(std::byte* base, int rows, int head_dim) {
+  std::size_t assign(std::byte* base, int rows, const KvCache& cache) {
+    const int head_dim = cache.head_dim;
+    const int value_dim = cache.value_dim();
     std::size_t size = 0;
     const auto take = [&](auto*& part, int elements) {
       using Element = std::remove_reference_t<decltype(*part)>;
@@ -149,12 +152,12 @@ struct Workspace {
       size += align(static_cast<std::size_t>(elements) * sizeof(Element));
     };
     take(queries, rows * head_dim);
-    for (float** part : {&acc, &total_acc}) take(*part, rows * (head_dim + kSumLanes));
+    for (float** part : {&acc, &total_acc}) take(*part, rows * (value_dim + kSumLanes));
     for (float** part : {&m, &total_m}) take(*part, rows);
     take(scores, rows * kBlockPositions);
     take(biases, rows * kBlockPositions);
     take(tile, head_dim * kBlockPositions);
-    take(sink, head_dim + kSumLanes);
+    take(sink, value_dim + kSumLanes);
     take(counts, rows);
     take(skips, rows);
     return size;
@@ -165,14 +168,14 @@ struct Workspace {
 int tile_rows(int heads, int kv_heads) { return std::max(kTileRows, heads / kv_heads); }
 
 std::size_t workspace_bytes(int heads, const KvCache& cache) {
-  return Workspace{}.assign(nullptr, tile_rows(heads, cache.kv_heads), cache.head_dim);
+  return Workspace{}.assign(nullptr, tile_rows(heads, cache.kv_heads), cache);
 }
 
 Workspace workspace_of(const AttentionArgs& args, void* scratch, int worker) {
   Workspace space;
   space.assign(static_cast<std::byte*>(scratch) +
                    workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(worker),
-               tile_rows(args.heads, args.cache.kv_heads), args.cache.head_dim);
+               tile_rows(args.heads, args.cache.kv_heads), args.cache);
   return space;
 }
 
@@ -184,14 +187,14 @@ struct Partials {
   float* base = nullptr;
   int heads = 0;
   int splits = 0;  // the most of a token
-  int head_dim = 0;
+  int value_dim = 0;
 
   float* at(int token, int head, int split) const {
     const auto index = (static_cast<std::size_t>(token) * static_cast<std::size_t>(heads) +
                         static_cast<std::size_t>(head)) *
                            static_cast<std::size_t>(splits) +
                        static_cast<std::size_t>(split);
-    return base + index * static_cast<std::size_t>(kPartialHeader + head_dim + kSumLanes);
+    return base + index * static_cast<std::size_t>(kPartialHeader + value_dim + kSumLanes);
   }
 };
 
@@ -200,7 +203,7 @@ Partials partials_of(const AttentionArgs& args, void* scratch, int workers) {
   const std::size_t used =
       workspace_bytes(args.heads, args.cache) * static_cast<std::size_t>(workers);
   return {reinterpret_cast<float*>(bytes + used), args.heads, most_splits(args.cache),
-          args.cache.head_dim};
+          args.cache.value_dim()};
 }
 
 std::ptrdiff_t slot_offset(const KvCache& cache, int slot) {
@@ -233,13 +236,13 @@ float* scales_at(void* base, std::ptrdiff_t offset) {
 }
 
 // A sink is a split of one position whose value is zero; it is joined behind all others. `work`
-// [head_dim + kSumLanes] is any work space.
+// [value_dim + kSumLanes] is any work space.
 void join_sink(const AttentionArgs& args, int head, float* work, float* total_m, float* total_acc) {
   if (args.sinks == nullptr) return;
-  const int dim = args.cache.head_dim;
+  const int dim = args.cache.value_dim();
   std::fill_n(work, dim + kSumLanes, 0.0F);
   work[dim] = 1.0F;
-  kernels(args.isa, dim).merge(dim, args.sinks[head] * kLog2E, work, total_m, total_acc);
+  kernels(args.isa, args.cache).merge(dim, args.sinks[head] * kLog2E, work, total_m, total_acc);
 }
 
 // Computes one item: the state of one tile and kv head while it walks over the cache.
@@ -251,11 +254,12 @@ class Walk {
         item_(item),
         space_(space),
         next_(next == nullptr ? -1 : block_of(*next, next->first_block())),
-        kernels_(kernels(args.isa, args.cache.head_dim)),
+        kernels_(kernels(args.isa, args.cache)),
         group_(args.heads / args.cache.kv_heads),
         rows_(item.tile.tokens * group_),
         dim_(args.cache.head_dim),
-        acc_size_(args.cache.head_dim + kSumLanes) {
+        value_dim_(args.cache.value_dim()),
+        acc_size_(args.cache.value_dim() + kSumLanes) {
     for (int row = 0; row < rows_; ++row) {
       kernels_.scale(dim_, args_.queries + token(row) * args_.query_stride + head(row) * dim_,
                      args_.scale * kLog2E, space_.queries + row * dim_);
@@ -274,15 +278,15 @@ class Walk {
           space_.total_m[row] = space_.m[row];
           std::copy_n(acc, acc_size_, total);
         } else {
-          kernels_.merge(dim_, space_.m[row], acc, &space_.total_m[row], total);
+          kernels_.merge(value_dim_, space_.m[row], acc, &space_.total_m[row], total);
         }
       }
     }
     for (int row = 0; row < rows_; ++row) {
       join_sink(args_, head(row), space_.sink, &space_.total_m[row],
                 space_.total_acc + row * acc_size_);
-      kernels_.finish(dim_, space_.total_acc + row * acc_size_,
-                      args_.output + token(row) * args_.output_stride + head(row) * dim_);
+      kernels_.finish(value_dim_, space_.total_acc + row * acc_size_,
+                      args_.output + token(row) * args_.output_stride + head(row) * value_dim_);
     }
   }
 
@@ -334,14 +338,16 @@ class Walk {
     const std::ptrdiff_t next = following(position);
     block.ahead = next < 0 ? 0 : next - offset;
     block.keys = static_cast<const std::byte*>(args_.cache.keys) + offset;
-    block.values = static_cast<const std::byte*>(args_.cache.values) + offset;
+    void* values = args_.cache.latent_dim > 0 ? args_.cache.keys : args_.cache.values;
+    block.values = static_cast<const std::byte*>(values) + offset;
     if (has_scales(args_.cache.dtype)) {
       const std::ptrdiff_t scales = scales_offset(args_.cache, args_.slots[item_.tile.first],
                                                   position / kBlockPositions, item_.kv_head);
       block.key_scales = scales_at(args_.cache.keys, scales);
-      block.value_scales = scales_at(args_.cache.values, scales);
+      block.value_scales = scales_at(values, scales);
     }
     block.head_dim = dim_;
+    block.value_dim = value_dim_;
     block.rows = rows_;
     for (int row = 0; row < rows_; ++row) {
       const int skip = std::max(begin_of(args_, token(row)) - position, 0);
@@ -383,13 +389,14 @@ class Walk {
   int group_;
   int rows_;
   int dim_;
+  int value_dim_;
   int acc_size_;
 };
 
 void clear_padding(const AttentionArgs& args, int worker, int workers) {
   for (int t = worker; t < args.tokens; t += workers) {
     if (!is_padding(args, t)) continue;
-    std::fill_n(args.output + t * args.output_stride, args.heads * args.cache.head_dim, 0.0F);
+    std::fill_n(args.output + t * args.output_stride, args.heads * args.cache.value_dim(), 0.0F);
   }
 }
 
@@ -410,9 +417,11 @@ void store_head(const KvCache& cache, const AttentionKernels& kernel, const floa
 
 }  // namespace
 
-bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim) {
+bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim, int latent_dim) {
+  const int most = latent_dim > 0 ? 1024 : 512;
   return is_cache_type(cache_dtype) && kv_heads > 0 && heads > 0 && heads % kv_heads == 0 &&
-         head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0;
+         head_dim > 0 && head_dim <= most && head_dim % 8 == 0 && latent_dim >= 0 &&
+         latent_dim <= head_dim && latent_dim % 8 == 0;
 }
 
 std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens, int workers) {
@@ -420,14 +429,15 @@ std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens,
   if (workers > 1) {
     bytes += static_cast<std::size_t>(std::min(tokens, kMaxSplitTokens)) *
              static_cast<std::size_t>(heads) * static_cast<std::size_t>(most_splits(cache)) *
-             static_cast<std::size_t>(kPartialHeader + cache.head_dim + kSumLanes) * sizeof(float);
+             static_cast<std::size_t>(kPartialHeader + cache.value_dim() + kSumLanes) *
+             sizeof(float);
   }
   return align(bytes);
 }
 
 void append(const AppendArgs& args, int worker, int workers) {
   const KvCache& cache = args.cache;
-  const AttentionKernels& kernel = kernels(args.isa, cache.head_dim);
+  const AttentionKernels& kernel = kernels(args.isa, cache);
   const auto row_size = static_cast<std::ptrdiff_t>(cache.head_dim) *
                         static_cast<std::ptrdiff_t>(dtype_info(cache.dtype).bytes);
   const std::int64_t rows = static_cast<std::int64_t>(args.tokens) * cache.kv_heads;
@@ -445,6 +455,7 @@ void append(const AppendArgs& args, int worker, int workers) {
         position % kBlockPositions * static_cast<std::ptrdiff_t>(sizeof(float));
     const std::ptrdiff_t from = t * args.stride + head * cache.head_dim;
     store_head(cache, kernel, args.keys + from, cache.keys, offset, scale);
+    if (cache.latent_dim > 0) continue;
     store_head(cache, kernel, args.values + from, cache.values, offset, scale);
   }
 }
@@ -486,10 +497,10 @@ bool attention_needs_combine(const AttentionArgs& args, int workers) {
 
 void combine(const AttentionArgs& args, void* scratch, int worker, int workers) {
   if (!splits_positions(args, workers)) return;
-  const AttentionKernels& kernel = kernels(args.isa, args.cache.head_dim);
+  const AttentionKernels& kernel = kernels(args.isa, args.cache);
   const Partials partials = partials_of(args, scratch, workers);
   const Workspace space = workspace_of(args, scratch, worker);
-  const int dim = args.cache.head_dim;
+  const int dim = args.cache.value_dim();
   const int rows = args.tokens * args.heads;
   const int end = static_cast<int>(static_cast<std::int64_t>(rows) * (worker + 1) / workers);
   for (int row = static_cast<int>(static_cast<std::int64_t>(rows) * worker / workers); row < end;

@@ -42,6 +42,11 @@ struct KvCache {
   int kv_heads = 0;
   int head_dim = 0;
   int window = 0;  // 0: none, and positions are below the capacity
+  // Not 0: there are no values but the first latent_dim elements of each key, and outputs are as
+  // wide.
+  int latent_dim = 0;
+
+  int value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
 };
 
 // What distances add to scores: table[buckets[offset + reach] * heads + head], where the offset is
@@ -62,7 +67,7 @@ struct AttentionArgs {
   const std::int32_t* slots = nullptr;      // [tokens]; tokens of one slot stand together
   const float* queries = nullptr;           // [tokens, heads, head_dim], tokens query_stride apart
   std::ptrdiff_t query_stride = 0;
-  float* output = nullptr;  // [tokens, heads, head_dim], tokens output_stride apart
+  float* output = nullptr;  // [tokens, heads, value_dim()], tokens output_stride apart
   std::ptrdiff_t output_stride = 0;
   const float* sinks = nullptr;  // [heads] scores that join the softmax's denominator only, or null
   // [tokens] where the positions of each end, without a window; null: behind its own.
@@ -77,12 +82,14 @@ struct AppendArgs {
   const std::int32_t* positions = nullptr;  // [tokens]; < 0: not stored
   const std::int32_t* slots = nullptr;      // [tokens]
   const float* keys = nullptr;              // [tokens, kv_heads, head_dim], tokens `stride` apart
-  const float* values = nullptr;            // the same
+  const float* values = nullptr;            // the same; not looked at with a latent_dim
   std::ptrdiff_t stride = 0;
 };
 
-// Whether these kernels take such a cache: head_dim a multiple of 8 up to 512.
-bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim);
+// Whether these kernels take such a cache: head_dim a multiple of 8 up to 512; with a latent_dim
+// both are, up to 1024.
+bool attention_supported(DType cache_dtype, int heads, int kv_heads, int head_dim,
+                         int latent_dim = 0);
 
 // Work space that attend() and combine() need, 64-byte aligned, for steps of up to `tokens` tokens.
 std::size_t attention_scratch_bytes(const KvCache& cache, int heads, int tokens, int workers);

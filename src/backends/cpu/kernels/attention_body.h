@@ -262,21 +262,21 @@ void weigh(const AttentionBlock& b, int row) {
   const float old_m = b.m[row];
   const float new_m = block_m > old_m ? block_m : old_m;
 
-  float* acc = b.acc + row * (b.head_dim + kSumLanes);
+  float* acc = b.acc + row * (b.value_dim + kSumLanes);
   if (new_m != old_m) {
     b.m[row] = new_m;
     const F shrink = Simd::exp2_of_negative(Simd::set(old_m - new_m));
-    for (int d = 0; d < b.head_dim + kLanes; d += kLanes) {
+    for (int d = 0; d < b.value_dim + kLanes; d += kLanes) {
       Simd::store(acc + d, Simd::mul(Simd::load(acc + d), shrink));
     }
   }
-  F sum = Simd::load(acc + b.head_dim);
+  F sum = Simd::load(acc + b.value_dim);
   for (int v = 0; v < kVectors; ++v) {
     const F e = Simd::exp2_of_negative(Simd::sub(s[v], Simd::set(new_m)));
     Simd::store(scores + v * kLanes, scaled(b, e, b.value_scales, v * kLanes));
     sum = Simd::add(sum, e);
   }
-  Simd::store(acc + b.head_dim, sum);
+  Simd::store(acc + b.value_dim, sum);
 }
 
 // --- Weighted values. ---
@@ -288,7 +288,7 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
   F acc[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      acc[r][v] = Simd::load(b.acc + (row + r) * (b.head_dim + kSumLanes) + d + v * kLanes);
+      acc[r][v] = Simd::load(b.acc + (row + r) * (b.value_dim + kSumLanes) + d + v * kLanes);
     }
   }
   const float* weights = b.scores + row * kBlockPositions;
@@ -307,7 +307,7 @@ inline void add_values(const AttentionBlock& b, const typename Load::Element* va
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      Simd::store(b.acc + (row + r) * (b.head_dim + kSumLanes) + d + v * kLanes, acc[r][v]);
+      Simd::store(b.acc + (row + r) * (b.value_dim + kSumLanes) + d + v * kLanes, acc[r][v]);
     }
   }
 }
@@ -340,10 +340,10 @@ void add_values_of_rows(const AttentionBlock& b, const typename Load::Element* v
   }
   if (end < first) end = first;
   int d = 0;
-  for (; d + kVectors * kLanes <= b.head_dim; d += kVectors * kLanes) {
+  for (; d + kVectors * kLanes <= b.value_dim; d += kVectors * kLanes) {
     add_values_at<Load, kRows, kVectors, kAhead>(b, values, row, d, first, end);
   }
-  for (; d < b.head_dim; d += kLanes) {
+  for (; d < b.value_dim; d += kLanes) {
     add_values_at<Load, kRows, 1, kAhead>(b, values, row, d, first, end);
   }
 }
@@ -411,20 +411,20 @@ void attend_block(const AttentionBlock& b) {
   }
 }
 
-void merge_split(int head_dim, float m, const float* acc, float* total_m, float* total_acc) {
+void merge_split(int value_dim, float m, const float* acc, float* total_m, float* total_acc) {
   const float new_m = *total_m > m ? *total_m : m;
   const F total_factor = Simd::exp2_of_negative(Simd::set(*total_m - new_m));
   const F factor = Simd::exp2_of_negative(Simd::set(m - new_m));
   *total_m = new_m;
-  for (int d = 0; d < head_dim + kLanes; d += kLanes) {
+  for (int d = 0; d < value_dim + kLanes; d += kLanes) {
     const F total = Simd::mul(Simd::load(total_acc + d), total_factor);
     Simd::store(total_acc + d, Simd::fma(Simd::load(acc + d), factor, total));
   }
 }
 
-void finish_row(int head_dim, const float* acc, float* output) {
-  const F divisor = Simd::set(Simd::reduce_add(Simd::load(acc + head_dim)));
-  for (int d = 0; d < head_dim; d += kLanes) {
+void finish_row(int value_dim, const float* acc, float* output) {
+  const F divisor = Simd::set(Simd::reduce_add(Simd::load(acc + value_dim)));
+  for (int d = 0; d < value_dim; d += kLanes) {
     Simd::store(output + d, Simd::div(Simd::load(acc + d), divisor));
   }
 }

@@ -197,7 +197,7 @@ void check_attention_shape(const LayerCacheView& cache, int heads) {
                                              " and " + std::to_string(cache.value_dim) +
                                              " (the CUDA kernels take multiples of 8 up to 256)");
   }
-  if (heads % cache.kv_heads != 0) {
+  if (cache.kv_heads > 0 && heads % cache.kv_heads != 0) {
     throw Error(ErrorCode::kUnsupported, "attention: " + std::to_string(heads) + " heads on " +
                                              std::to_string(cache.kv_heads) + " kv heads");
   }

@@ -8,7 +8,8 @@
 
 namespace pianola::cuda {
 
-// What remains of QkvOp after its products: head norms, rope, and the append to the cache.
+// What remains of QkvOp after its products: head norms, rope, and the append to the cache. Of
+// QueryOp the cache has no heads.
 struct HeadsArgs {
   const float* q = nullptr;       // [tokens, heads * key_dim] raw
   const float* k = nullptr;       // [tokens, kv_heads * key_dim] raw
