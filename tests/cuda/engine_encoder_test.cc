@@ -37,7 +37,7 @@ std::vector<RowPlan> rows_of(std::size_t count) {
   std::vector<RowPlan> plans;
   for (std::size_t i = 0; i < count; ++i) {
     const int seed = static_cast<int>(i) + 40;
-    plans.push_back({prompt(seed, kPrompts[i % 8], kTokens), sampled(seed, 330 + 7 * seed % 50),
+    plans.push_back({prompt(seed, kPrompts[i % 8], kTokens), sampled(seed, 210 + 7 * seed % 50),
                      prompt(seed + 7, kInputs[i % 8] + static_cast<int>(i / 8), kTokens)});
   }
   return plans;
