@@ -79,14 +79,19 @@ struct Shape {
   bool sinks = false;
   int turned = 0;  // elements of a head that rope turns; 0: all
 
-  int turned_half() const { return (turned > 0 ? turned : key_dim) / 2; }
+  int turned_half() const {
+    return style == RopeStyle::kNone ? 0 : (turned > 0 ? turned : key_dim) / 2;
+  }
   std::size_t slot_bytes(int dim) const { return cache_slot_bytes(dtype, capacity, kv_heads, dim); }
   bool has_16_bits() const { return dtype == DType::kF16 || dtype == DType::kBF16; }
   float scale() const { return 1.0F / std::sqrt(static_cast<float>(key_dim)); }
   std::string name() const {
     return std::string(dtype_name(dtype)) + " " + std::to_string(heads) + "/" +
            std::to_string(kv_heads) + " heads of " + std::to_string(key_dim) + " and " +
-           std::to_string(value_dim) + (style == RopeStyle::kHalf ? "" : ", interleaved") +
+           std::to_string(value_dim) +
+           (style == RopeStyle::kHalf   ? ""
+            : style == RopeStyle::kNone ? ", no rope"
+                                        : ", interleaved") +
            (norms ? ", norms" : "") + (window > 0 ? ", window " + std::to_string(window) : "") +
            (sinks ? ", sinks" : "") + (turned > 0 ? ", turned " + std::to_string(turned) : "");
   }
@@ -648,6 +653,15 @@ std::vector<Shape> small_shapes() {
 TEST(Attend, SmallShapesMatchDoublePrecision) {
   for (const Shape& shape : small_shapes()) {
     check_decode(shape, {run_of(2, 62, 3), {1, {-1}}, {0, {127}}}, 8);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Attend, SmallHeadsWithoutRopeMatchDoublePrecision) {
+  for (Shape shape : small_shapes()) {
+    shape.style = RopeStyle::kNone;
+    check_decode(shape, {run_of(2, 62, 3), {1, {-1}}, {0, {127}}}, 8);
+    check_decode(shape, {{0, {100}}}, 1);
     if (HasFatalFailure()) return;
   }
 }

@@ -76,23 +76,34 @@ GraphImage capture(const StepKernels& kernels, cudaStream_t stream, bool loop) {
   return read_graph(graph.body());
 }
 
-class GraphAudit : public testing::TestWithParam<const char*> {};
+// A form of the llama, or a model with an encoder.
+class GraphAudit : public testing::TestWithParam<const char*> {
+ protected:
+  static bool has_encoder() { return std::string_view(GetParam()).starts_with("t5_"); }
+  static std::shared_ptr<const CausalModel> model() {
+    return has_encoder() ? tiny_t5(std::string(GetParam()).substr(3)) : tiny_llama(GetParam());
+  }
+  static std::vector<TokenId> text(int seed, int length) {
+    return prompt(seed, length, has_encoder() ? 128 : kVocab);
+  }
+};
 
 // Every Program is captured three times in each of three states: before any row was open; one row
-// in the middle of a short text; three rows of other lengths with other parameters.
+// in the middle of a short text; three rows of other lengths with other parameters, and inputs.
 TEST_P(GraphAudit, NoCaptureFreezesAValue) {
-  Engine engine(tiny_llama(GetParam()), {.backend = "cuda",
-                                         .max_seq_len = 512,
-                                         .slots = 8,
-                                         .chunk = 128,
-                                         .score = true,
-                                         .logits = true});
+  Engine engine(model(), {.backend = "cuda",
+                          .max_seq_len = 512,
+                          .slots = 8,
+                          .chunk = 128,
+                          .score = true,
+                          .logits = true});
   std::vector<StateBytes> states = {save_state(engine)};
   for (const std::vector<int>& lengths : {std::vector<int>{5}, std::vector<int>{63, 200, 129}}) {
     std::vector<RowPlan> plans;
     for (std::size_t i = 0; i < lengths.size(); ++i) {
       const int seed = static_cast<int>(states.size() * 10 + i);
-      plans.push_back({prompt(seed, lengths[i]), sampled(seed, 400)});
+      plans.push_back({text(seed, lengths[i]), sampled(seed, 400)});
+      if (has_encoder()) plans.back().input = text(seed, lengths[lengths.size() - 1 - i] / 2 + 1);
     }
     Session session(engine, plans);
     for (std::size_t i = 0; i < 3 * states.size(); ++i) engine.run(2);
@@ -140,11 +151,11 @@ TEST_P(GraphAudit, NoCaptureFreezesAValue) {
 // it has ended; without, none may.
 TEST_P(GraphAudit, DependentLaunchIsInTheEdges) {
   for (const bool dependent : {true, false}) {
-    Engine engine(tiny_llama(GetParam()), {.backend = "cuda",
-                                           .max_seq_len = 512,
-                                           .slots = 64,
-                                           .chunk = 128,
-                                           .dependent_launch = dependent});
+    Engine engine(model(), {.backend = "cuda",
+                            .max_seq_len = 512,
+                            .slots = 64,
+                            .chunk = 128,
+                            .dependent_launch = dependent});
     for (const NamedProgram& named : programs_of(engine)) {
       for (const CapturedGraph* graph :
            {named.program->step_graph(), named.program->loop_graph()}) {
@@ -167,7 +178,8 @@ TEST_P(GraphAudit, DependentLaunchIsInTheEdges) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Forms, GraphAudit, testing::Values("f32", "f16", "q8_0"));
+INSTANTIATE_TEST_SUITE_P(Forms, GraphAudit,
+                         testing::Values("f32", "f16", "q8_0", "t5_gated", "t5_relu"));
 
 // The audit itself: it must see what it is there for.
 

@@ -30,15 +30,24 @@ std::optional<Error> error_of(const std::function<void()>& call) {
 
 // --- A model without kernels ------------------------------------------------------------------
 
-TEST(CudaEngine, RefusesAnEncoderAtLoad) {
-  for (const char* name : {"gated", "relu"}) {
-    const auto model = CausalModel::open(golden_folder() / "t5" / name / "hf");
-    const std::optional<Error> error =
-        error_of([&] { Engine(model, {.backend = "cuda", .max_seq_len = 64}); });
-    ASSERT_TRUE(error);
-    EXPECT_EQ(error->code(), ErrorCode::kUnsupported);
-    EXPECT_THAT(error->what(), HasSubstr("attention: a relative position bias has no kernel"));
-  }
+TEST(CudaEngine, RefusesABiasOfTooManyDistancesAtLoad) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / fmt::format("pianola_t5_{}", ::getpid());
+  std::filesystem::copy(golden_folder() / "t5" / "gated" / "hf", folder);
+  const std::filesystem::path config = folder / "config.json";
+  std::string text = read_text_file(config, 1 << 20);
+  const std::string field = "\"relative_attention_max_distance\": 128";
+  ASSERT_NE(text.find(field), std::string::npos);
+  text.replace(text.find(field), field.size(), "\"relative_attention_max_distance\": 1025");
+  std::ofstream(config) << text;
+  const auto model = CausalModel::open(folder);
+  const std::optional<Error> error =
+      error_of([&] { Engine(model, {.backend = "cuda", .max_seq_len = 64}); });
+  std::filesystem::remove_all(folder);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code(), ErrorCode::kUnsupported);
+  EXPECT_THAT(error->what(),
+              HasSubstr("attention: a relative position bias that tells apart more"));
 }
 
 // --- A device that is lost ---------------------------------------------------------------------

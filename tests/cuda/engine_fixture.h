@@ -41,12 +41,17 @@ inline std::shared_ptr<const CausalModel> tiny_llama(const std::string& form) {
   fail(ErrorCode::kNotFound, "no llama golden in form {}", form);
 }
 
-inline std::vector<TokenId> prompt(int seed, int length) {
+// A tiny T5: "gated" or "relu".
+inline std::shared_ptr<const CausalModel> tiny_t5(const std::string& name) {
+  return CausalModel::open(golden_folder() / "t5" / name / "hf");
+}
+
+inline std::vector<TokenId> prompt(int seed, int length, int vocab = kVocab) {
   std::vector<TokenId> tokens;
   std::uint32_t state = static_cast<std::uint32_t>(seed) * 2654435761U + 1;
   for (int i = 0; i < length; ++i) {
     state = state * 1664525U + 1013904223U;
-    tokens.push_back(static_cast<TokenId>((state >> 8) % kVocab));
+    tokens.push_back(static_cast<TokenId>((state >> 8) % static_cast<std::uint32_t>(vocab)));
   }
   return tokens;
 }
@@ -85,10 +90,11 @@ inline RowOptions sampled(int seed, int max_length) {
 struct RowPlan {
   std::vector<TokenId> prompt;
   RowOptions options;
+  std::vector<TokenId> input = {};  // of an encoder, where the model has one
 };
 
 // What a row has left behind: its tokens, the bits of their log-probabilities, and the bytes that
-// the caches hold of it.
+// the caches hold of it and of its input.
 struct RowTrace {
   std::vector<TokenId> tokens;
   std::vector<std::uint32_t> logprobs;
@@ -120,23 +126,26 @@ inline std::string difference(const RowTrace& a, const RowTrace& b) {
 
 inline std::vector<std::byte> stored(Engine& engine, int row) {
   std::vector<std::byte> bytes;
-  const int length = engine.length(row);
   for (int layer = 0; layer < EngineTestAccess::layers(engine); ++layer) {
     const LayerCacheView& view =
         EngineTestAccess::impl(engine).caches[static_cast<std::size_t>(layer)];
-    const auto add = [&](const std::vector<std::byte>& slot, int dim) {
+    if (view.holds == CacheHolds::kStep) continue;
+    const bool of_input = view.holds == CacheHolds::kInput;
+    const int length = of_input ? engine.input_length(row) : engine.length(row);
+    const int slot = of_input ? EngineTestAccess::impl(engine).rows->row(row).input_slot : row;
+    const auto add = [&](const std::vector<std::byte>& held, int dim) {
       const auto element = dtype_info(view.dtype).bytes;
       const auto size = static_cast<std::ptrdiff_t>(static_cast<std::size_t>(dim) * element);
       for (int p = 0; p < length; ++p) {
         for (int h = 0; h < view.kv_heads; ++h) {
           const auto at =
               static_cast<std::ptrdiff_t>(cache_index(p, h, view.kv_heads, dim) * element);
-          bytes.insert(bytes.end(), slot.begin() + at, slot.begin() + at + size);
+          bytes.insert(bytes.end(), held.begin() + at, held.begin() + at + size);
         }
       }
     };
-    add(EngineTestAccess::keys(engine, layer, row), view.key_dim);
-    add(EngineTestAccess::values(engine, layer, row), view.value_dim);
+    add(EngineTestAccess::keys(engine, layer, slot), view.key_dim);
+    add(EngineTestAccess::values(engine, layer, slot), view.value_dim);
   }
   return bytes;
 }
@@ -157,6 +166,7 @@ class Session {
       const int row = engine.open_row(plan.options);
       PIANOLA_CHECK(row == static_cast<int>(traces_.size()), "rows that are not the first");
       traces_.emplace_back();
+      if (!plan.input.empty()) engine.encode(row, plan.input);
       engine.append(row, plan.prompt);
       while (engine.length(row) < static_cast<int>(plan.prompt.size())) {
         record(engine.step({&row, 1}));

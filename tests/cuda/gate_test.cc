@@ -1,4 +1,5 @@
-// act(gate) * up against the reference backend's, which is in double, in floats and in bfloat16.
+// act(gate) * up against the reference backend's, which is in double, in floats and in bfloat16;
+// and act(up), where there is no gate.
 #include "backends/cuda/kernels/gate.h"
 
 #include <cmath>
@@ -33,20 +34,22 @@ std::vector<std::uint16_t> to_bf16(const std::vector<float>& values) {
 }
 
 constexpr Activation kActivations[] = {Activation::kSilu, Activation::kGeluTanh,
-                                       Activation::kClampedSwish};
+                                       Activation::kClampedSwish, Activation::kRelu};
 
 // What an activation may be wrong by: the exponential of a large number is as inexact as it is.
 double error(double want) { return 1e-5 * (1 + std::fabs(want)); }
 
-void compare_f32(const Size& size, Activation act, bool in_place, std::mt19937& random) {
+void compare_f32(const Size& size, Activation act, bool in_place, bool gated,
+                 std::mt19937& random) {
   const std::vector<float> gate = random_floats(size.count(), random);
-  const std::vector<float> up = random_floats(size.count(), random);
+  const std::vector<float> up =
+      gated ? random_floats(size.count(), random) : std::vector<float>(size.count(), 1.0F);
   const DeviceArray<float> gate_device(gate);
   const DeviceArray<float> up_device(up);
   const DeviceArray<float> apart(size.count());
   const DeviceArray<float>& out = in_place ? gate_device : apart;
   gate_f32({.gate = gate_device.data(),
-            .up = up_device.data(),
+            .up = gated ? up_device.data() : nullptr,
             .out = out.data(),
             .activation = act,
             .width = size.width,
@@ -60,9 +63,10 @@ void compare_f32(const Size& size, Activation act, bool in_place, std::mt19937& 
   }
 }
 
-void compare_bf16(const Size& size, Activation act, bool biases, std::mt19937& random) {
+void compare_bf16(const Size& size, Activation act, bool biases, bool gated, std::mt19937& random) {
   const std::vector<std::uint16_t> gate = to_bf16(random_floats(size.count(), random));
-  const std::vector<std::uint16_t> up = to_bf16(random_floats(size.count(), random));
+  const std::vector<std::uint16_t> up =
+      to_bf16(gated ? random_floats(size.count(), random) : std::vector<float>(size.count(), 1.0F));
   const auto width = static_cast<std::size_t>(size.width);
   const std::vector<float> gate_bias = random_floats(width, random);
   const std::vector<float> up_bias = random_floats(width, random);
@@ -72,9 +76,9 @@ void compare_bf16(const Size& size, Activation act, bool biases, std::mt19937& r
   const DeviceArray<float> up_bias_device(up_bias);
   const DeviceArray<std::uint16_t> out(size.count());
   gate_bf16({.gate = gate_device.data(),
-             .up = up_device.data(),
+             .up = gated ? up_device.data() : nullptr,
              .gate_bias = biases ? gate_bias_device.data() : nullptr,
-             .up_bias = biases ? up_bias_device.data() : nullptr,
+             .up_bias = biases && gated ? up_bias_device.data() : nullptr,
              .out = out.data(),
              .activation = act,
              .width = size.width,
@@ -84,7 +88,7 @@ void compare_bf16(const Size& size, Activation act, bool biases, std::mt19937& r
   ASSERT_TRUE(out.intact());
   for (std::size_t i = 0; i < got.size(); ++i) {
     const float g = bf16_to_f32(gate[i]) + (biases ? gate_bias[i % width] : 0.0F);
-    const float u = bf16_to_f32(up[i]) + (biases ? up_bias[i % width] : 0.0F);
+    const float u = bf16_to_f32(up[i]) + (biases && gated ? up_bias[i % width] : 0.0F);
     const double want = reference::gated(act, g, u);
     ASSERT_NEAR(bf16_to_f32(got[i]), want, 0.0040 * std::fabs(want) + error(want)) << g << " " << u;
   }
@@ -96,8 +100,10 @@ void compare(const Size& size) {
   for (const Activation act : kActivations) {
     SCOPED_TRACE(activation_name(act));
     for (const bool flag : {false, true}) {
-      compare_f32(size, act, flag, random);
-      compare_bf16(size, act, flag, random);
+      for (const bool gated : {true, false}) {
+        compare_f32(size, act, flag, gated, random);
+        compare_bf16(size, act, flag, gated, random);
+      }
     }
   }
 }

@@ -1,5 +1,6 @@
 // Models with an encoder against transformers, and what holds for the inputs that their rows share:
-// on the reference backend, and on the CPU backend with each instruction set that the machine has.
+// on the reference backend, on the CPU backend with each instruction set that the machine has, and
+// on a GPU.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -39,6 +40,9 @@ struct EncoderGolden {
   std::vector<Row> rows;
   std::vector<float>
       cross;  // [inputs][layers][keys, values][tokens of the input, heads * head_dim]
+  // Root mean squares of what transformers in bfloat16 differs by, of the logits and of `cross`.
+  double bfloat16_rms = 0;
+  double bfloat16_cross_rms = 0;
 };
 
 std::filesystem::path folder_of(const std::string& name) { return golden_folder() / "t5" / name; }
@@ -64,6 +68,8 @@ EncoderGolden read_encoder_golden(const std::string& name) {
     next += size;
   }
   golden.cross = read_floats(folder_of(name) / "cross.f32");
+  golden.bfloat16_rms = root.at("bfloat16_rms").to_number<double>();
+  golden.bfloat16_cross_rms = root.at("bfloat16_cross_rms").to_number<double>();
   return golden;
 }
 
@@ -82,6 +88,11 @@ std::vector<Case> cases() {
   std::vector<Case> all;
   for (const auto& [golden, file] :
        {std::pair("gated", "hf"), std::pair("gated", "f16.gguf"), std::pair("relu", "hf")}) {
+    // CMake says which backends this program tests: those of any machine, or the one of a GPU.
+    if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
+      all.push_back({golden, file, "cuda", ""});
+      continue;
+    }
     all.push_back({golden, file, "reference", ""});
     for (const cpu::Isa isa : cpu::supported_isas()) {
       all.push_back({golden, file, "cpu", cpu::isa_name(isa)});
@@ -164,13 +175,23 @@ class EncoderTest : public testing::TestWithParam<Case> {
     d.rms = std::sqrt(d.rms / static_cast<double>(got.size()));
     return d;
   }
-  static void expect_near(std::span<const float> got, std::span<const float> want) {
+  static void expect_near(std::span<const float> got, std::span<const float> want,
+                          const Difference& most) {
     const Difference d = compare(got, want);
     RecordProperty("largest", std::to_string(d.largest));
     RecordProperty("rms", std::to_string(d.rms));
-    EXPECT_LE(d.largest, kLargest);
-    EXPECT_LE(d.rms, kRms);
+    EXPECT_LE(d.largest, most.largest);
+    EXPECT_LE(d.rms, most.rms);
   }
+  // By how much may be missed what transformers says. Activations of the CUDA backend have 16 bits
+  // of mantissa, and scores that nothing scales show them: its bar is what the 8 bits of bfloat16
+  // cost transformers, divided by 2^8, as that of state layers in logits_test.cc.
+  static Difference bar(double bfloat16_rms) {
+    if (GetParam().backend != "cuda") return {.largest = kLargest, .rms = kRms};
+    return {.largest = 10 * bfloat16_rms / 256, .rms = bfloat16_rms / 256};
+  }
+  Difference bar_of_logits() const { return bar(golden_.bfloat16_rms); }
+  Difference bar_of_cross() const { return bar(golden_.bfloat16_cross_rms); }
 
   // The positions of an input in one cache that holds inputs, [tokens, heads * head_dim].
   std::vector<float> stored(Engine& engine, const LayerCacheView& view, std::byte* slot,
@@ -211,7 +232,7 @@ TEST_P(EncoderTest, CrossCachesHoldWhatTheEncoderSays) {
       ASSERT_EQ(view.holds, CacheHolds::kInput);
       for (std::byte* from : {view.key_slot(slot), view.value_slot(slot)}) {
         const auto got = stored(engine, view, from, static_cast<int>(input.size()));
-        expect_near(got, {want, want + static_cast<std::ptrdiff_t>(got.size())});
+        expect_near(got, {want, want + static_cast<std::ptrdiff_t>(got.size())}, bar_of_cross());
         want += static_cast<std::ptrdiff_t>(got.size());
       }
     }
@@ -223,7 +244,7 @@ TEST_P(EncoderTest, LargestChunks) {
   Engine engine = make_engine();
   for (std::size_t i = 0; i < golden_.rows.size(); ++i) {
     const int id = open_with(engine, input_of(i));
-    expect_near(decode(engine, id, row(i).tokens), row(i).values);
+    expect_near(decode(engine, id, row(i).tokens), row(i).values, bar_of_logits());
     engine.close_row(id);
   }
 }
@@ -288,8 +309,9 @@ TEST_P(EncoderTest, RowsTogetherAreTheRowsAlone) {
       const std::span<const float> want = row(i).logits(known[i] - 1);
       ASSERT_GE(event.token, 0);
       EXPECT_NEAR(want[static_cast<std::size_t>(event.token)],
-                  want[static_cast<std::size_t>(best_token(want))], 2 * kLargest);
-      EXPECT_NEAR(event.logprob, log_probability(want, event.token), kLargest) << known[i];
+                  want[static_cast<std::size_t>(best_token(want))], 2 * bar_of_logits().largest);
+      EXPECT_NEAR(event.logprob, log_probability(want, event.token), bar_of_logits().largest)
+          << known[i];
       engine.keep_first(ids[i], static_cast<int>(known[i]));
       if (known[i] == row(i).tokens.size()) continue;
       engine.append(ids[i], std::span(row(i).tokens).subspan(known[i], 1));
@@ -529,7 +551,7 @@ TEST_P(EncoderTest, CachesThatRoundAreThoseOfTheReference) {
     EXPECT_GT(cost.rms, 2 * kRms) << "nothing was rounded";
     const Difference d = compare(got, want);
     RecordProperty(std::string(type) + "_share", std::to_string(d.rms / cost.rms));
-    EXPECT_LE(d.rms, kRms + cost.rms / 4);
+    EXPECT_LE(d.rms, bar_of_logits().rms + cost.rms / 4);
     engine.keep_first(id, 0);
     EngineAudit::poison(engine);
     EXPECT_EQ(decode(engine, id, tokens, {1, 4}), got);
@@ -538,6 +560,7 @@ TEST_P(EncoderTest, CachesThatRoundAreThoseOfTheReference) {
 
 // Over memory that faults where no page was required. Inputs have theirs from the beginning.
 TEST_P(EncoderTest, RowsTakePagesAndInputsHaveThem) {
+  if (GetParam().backend == "cuda") GTEST_SKIP() << "a GPU has pages of its own";
   const std::vector<float> want = alone(0);
   const HostPages pages(4096);
   Engine engine = make_engine(3);

@@ -3,7 +3,8 @@
     python tools/golden/make_t5.py [--only gated]
 
 Each case folder holds
-    golden.json   tokens of the inputs and of the rows decoded behind them, versions, seed
+    golden.json   tokens of the inputs and of the rows decoded behind them, versions, seed, and by
+                  how much transformers in bfloat16 differs from what the other files hold
     logits.f32    little-endian float32 [positions of all rows in order, vocab_size]
     cross.f32     float32 keys, then values, of every decoder layer's cross attention, for each input:
                   [inputs][layers][2][tokens of the input, heads * d_kv]
@@ -27,7 +28,7 @@ import transformers
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from make_checkpoints import OUT, SEED, grid_weight, rng_for
+from make_checkpoints import OUT, SEED, grid_weight, rms_difference, rng_for
 
 FOLDER = OUT / "t5"
 
@@ -96,7 +97,7 @@ def cross_of(model, tokens):
     parts = []
     for block in model.decoder.block:
         attention = block.layer[1].EncDecAttention
-        parts += [attention.k(encoded).numpy().ravel(), attention.v(encoded).numpy().ravel()]
+        parts += [part(encoded).double().numpy().ravel() for part in (attention.k, attention.v)]
     return np.concatenate(parts)
 
 
@@ -238,9 +239,10 @@ def make_case(case):
     rows = [(i, [0, *rng.integers(0, vocab, size=n - 1).tolist()]) for i, n in row_lengths]
     logits = logits_of(model, inputs, rows)
     np.concatenate(logits).astype("<f4").tofile(folder / "logits.f32")
-    cross = np.concatenate([cross_of(model, tokens) for tokens in inputs])
-    cross.astype("<f4").tofile(folder / "cross.f32")
+    cross = [cross_of(model, tokens) for tokens in inputs]
+    np.concatenate(cross).astype("<f4").tofile(folder / "cross.f32")
     exact = logits_of(copy.deepcopy(model).double(), inputs, rows)
+    rounded = copy.deepcopy(model).bfloat16()
     answers, margin = answers_of(model, inputs)
     golden = {
         "script": "tools/golden/make_t5.py",
@@ -261,6 +263,8 @@ def make_case(case):
         "answers": answers,
         "answers_margin": margin,
         "oracle_noise": max(float(np.abs(a - b).max()) for a, b in zip(logits, exact)),
+        "bfloat16_rms": rms_difference(logits_of(rounded, inputs, rows), logits),
+        "bfloat16_cross_rms": rms_difference([cross_of(rounded, x) for x in inputs], cross),
         "largest_logit": max(float(np.abs(a).max()) for a in logits),
     }
     (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")

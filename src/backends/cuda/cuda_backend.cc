@@ -5,7 +5,7 @@
 #include "backends/cuda.h"
 #include "backends/cuda/cuda_error.h"
 #include "backends/cuda/cuda_program.h"
-#include "backends/cuda/kernels/attention.h"
+#include "backends/cuda/kernels/attention_encoder.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
 #include "backends/cuda/kernels/route.h"
@@ -120,7 +120,7 @@ StateId state_of(const Op& op) {
   return {};
 }
 
-// Forms of an op that have no kernel: what a user would call them first.
+// Forms of an op that have no kernel.
 void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
   const auto refuse = [](const Op& op, const char* what) {
     fail(ErrorCode::kUnsupported,
@@ -128,20 +128,14 @@ void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
          what);
   };
   for (const Op& op : plan.ops) {
-    const auto* attention = std::get_if<AttentionOp>(&op);
-    if (!attention) continue;
-    const auto layer = static_cast<std::size_t>(attention->cache.index);
-    const AttentionSpec& kv = tables.caches.attention[layer];
-    if (kv.holds != CacheHolds::kTokens) refuse(op, "an encoder's input (cross attention)");
-    if (kv.latent) refuse(op, "multi-head latent attention");
-    if (attention->bias) refuse(op, "a relative position bias");
-  }
-  for (const Op& op : plan.ops) {
-    if (const auto* qkv = std::get_if<QkvOp>(&op)) {
-      if (!qkv->q.valid()) refuse(op, "keys and values alone");
-      if (!qkv->rope.turns()) refuse(op, "attention without rope");
-    } else if (const auto* query = std::get_if<QueryOp>(&op)) {
-      if (!query->rope.turns()) refuse(op, "attention without rope");
+    if (const auto* attention = std::get_if<AttentionOp>(&op)) {
+      const auto layer = static_cast<std::size_t>(attention->cache.index);
+      if (tables.caches.attention[layer].latent) refuse(op, "multi-head latent attention");
+      if (attention->bias && !bias_supported(*attention->bias)) {
+        refuse(op,
+               "a relative position bias that tells apart more than 1,024 distances, or more "
+               "than 64 groups of far ones,");
+      }
     } else if (std::holds_alternative<LatentQkvOp>(op)) {
       refuse(op, "multi-head latent attention");
     } else if (std::holds_alternative<HeadLinearOp>(op)) {
@@ -151,9 +145,6 @@ void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
       if (route->groups.count > 1) refuse(op, "a choice among groups of experts");
       if (route->scale != 1) refuse(op, "a scale of the experts' weights");
       if (route->score == RouteScore::kSigmoidOfChosen) refuse(op, "sigmoids over their sum");
-    } else if (const auto* mlp = std::get_if<GatedMlpOp>(&op)) {
-      if (!mlp->gate.valid()) refuse(op, "an MLP without a gate");
-      if (mlp->activation == Activation::kRelu) refuse(op, "relu");
     } else if (const auto* experts = std::get_if<ExpertsOp>(&op)) {
       if (experts->activation == Activation::kRelu) refuse(op, "relu");
     }

@@ -43,7 +43,13 @@ struct Sizes {
   std::int64_t k_width = 0, v_width = 0, ff = 0, widest = 0, unpacked = 0, score_vocab = 0;
   std::int64_t head_width = 0;
   std::size_t experts = 0;  // bytes
+  bool f32_up = false;      // gate and up that are not joined, which may be in f32 in any class
 };
+
+// Whether gate and up are joined where they are multiplied, rather than by a kernel of their own.
+bool joins_products(const GatedMlpOp& op, const WeightDecl* gate, const WeightDecl& up) {
+  return gate && op.activation != Activation::kRelu && same_form(gate->dtype, up.dtype);
+}
 
 Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
   Sizes s;
@@ -51,6 +57,7 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
     return tables.weights[size_of(id.index)];
   };
   const auto product = [&](WeightId id) {
+    if (!id.valid()) return;
     const WeightDecl& d = decl(id);
     s.widest = std::max(s.widest, d.cols);
     if (!is_raw_bf16(d) && is_gemm_form(d)) s.unpacked = std::max(s.unpacked, d.rows * d.cols);
@@ -74,7 +81,9 @@ Sizes sizes_of(const Plan& plan, const PlanTables& tables) {
     } else if (const auto* x = std::get_if<SsmOp>(&op)) {
       s.state_heads = std::max(s.state_heads, tables.caches.states[size_of(x->state.index)].heads);
     } else if (const auto* m = std::get_if<GatedMlpOp>(&op)) {
-      s.ff = std::max(s.ff, decl(m->gate).rows);
+      s.ff = std::max(s.ff, decl(m->up).rows);
+      const WeightDecl* gate = m->gate.valid() ? &decl(m->gate) : nullptr;
+      s.f32_up = s.f32_up || (gate && !joins_products(*m, gate, decl(m->up)));
       for (const WeightId id : {m->gate, m->up, m->down}) product(id);
     } else if (const auto* r = std::get_if<RouteOp>(&op)) {
       s.experts = std::max(s.experts, route_bytes(*r, plan, tables));
@@ -115,7 +124,7 @@ CudaScratch plan_scratch(const Plan& plan, const PlanTables& tables, const CudaO
   c.v = pieces.take(tokens * size_of(s.v_width) * sizeof(float));
   c.gate = pieces.take(tokens * size_of(s.ff) * sizeof(float));
   if (step_class(plan, options) == StepClass::kChunk) {
-    c.up = pieces.take(tokens * size_of(s.ff) * 2);
+    c.up = pieces.take(tokens * size_of(s.ff) * (s.f32_up ? sizeof(float) : 2));
     c.normed = pieces.take(tokens * size_of(s.widest) * 2);
     c.unpacked = pieces.take(size_of(s.unpacked) * 2);
     c.gemm = pieces.take(kGemmWorkspaceBytes + kGemmWorkspaceAlignment);
@@ -145,13 +154,6 @@ StepKernels::StepKernels(const Plan& plan, const Binding& binding, const CudaOpt
   }
 }
 
-bool StepKernels::attends_with(const QkvOp& qkv, std::size_t next) const {
-  const std::vector<Op>& ops = bound_.plan().ops;
-  const auto* attention = next < ops.size() ? std::get_if<AttentionOp>(&ops[next]) : nullptr;
-  return attention && class_ == StepClass::kDecode && tokens() <= kDecodeTokens &&
-         attention->cache == qkv.cache && attention->q == qkv.q_out;
-}
-
 void StepKernels::make_persistent() {
   const std::vector<Op>& ops = bound_.plan().ops;
   const auto is_qkv = [](const Op& op) { return std::holds_alternative<QkvOp>(op); };
@@ -166,6 +168,10 @@ void StepKernels::make_persistent() {
   for (; at < ops.size(); ++at) {
     if (const auto* qkv = std::get_if<QkvOp>(&ops[at])) {
       if (!attends_with(*qkv, at + 1)) break;
+      if (!qkv->rope.turns()) {
+        persistent_refusal_ = "attention without rope";
+        return;
+      }
       const QkvProducts products = qkv_products(*qkv);
       for (std::size_t i = 0; i < products.count; ++i) add(products.args[i], tokens());
       ++at;
@@ -175,6 +181,10 @@ void StepKernels::make_persistent() {
     } else if (const auto* linear_op = std::get_if<LinearOp>(&ops[at])) {
       add(product(*linear_op), tokens());
     } else if (const auto* mlp = std::get_if<GatedMlpOp>(&ops[at])) {
+      if (!mlp->gate.valid()) {
+        persistent_refusal_ = "an MLP without a gate";
+        return;
+      }
       if (!same_form(packed(mlp->gate), packed(mlp->up))) {
         persistent_refusal_ = "gate and up of different forms";
         return;
@@ -200,6 +210,7 @@ void StepKernels::choose_products() {
   products_.resize(bound_.plan().ops.size());
   if (class_ == StepClass::kDecode) return;
   const auto add = [this](std::size_t op, WeightId id, GemmOut out, bool bias, bool residual) {
+    if (!id.valid()) return;
     const WeightDecl& decl = *bound_.weight(id).decl;
     if (!is_gemm_form(decl)) return;
     products_[op].gemm.emplace_back(*library_, tokens(), static_cast<int>(decl.rows),
@@ -416,12 +427,13 @@ std::size_t StepKernels::projections(std::size_t index, std::size_t last) const 
 
 void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const {
   const std::vector<Gemm>& gemm = products_[index].gemm;
-  if (gemm.size() == 3) {
-    const std::array<Target, 3> targets = qkv_targets(op);
+  const Targets targets = qkv_targets(op);
+  if (gemm.size() == targets.count) {
     const void* x = bf16_input(op.in, op.norm, l);
-    for (std::size_t i = 0; i < 3; ++i) {
-      gemm[i].run(bf16_weight(targets[i].weight, l), x, bound_.vector(targets[i].bias), nullptr,
-                  targets[i].out, gemm_workspace(), l.stream);
+    for (std::size_t i = 0; i < targets.count; ++i) {
+      const Target& to = targets.of[i];
+      gemm[i].run(bf16_weight(to.weight, l), x, bound_.vector(to.bias), nullptr, to.out,
+                  gemm_workspace(), l.stream);
     }
     return;
   }
@@ -434,151 +446,82 @@ void StepKernels::project_qkv(const QkvOp& op, std::size_t index, const Launch& 
 }
 
 StepKernels::QkvProducts StepKernels::qkv_products(const QkvOp& op) const {
-  const std::array<Target, 3> targets = qkv_targets(op);
+  const Targets targets = qkv_targets(op);
   QkvProducts products;
   // Matrices of one form share a launch.
-  for (std::size_t i = 0; i < 3;) {
+  for (std::size_t i = 0; i < targets.count;) {
     LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
     args.parts = 0;
-    const PackedWeight first = packed(targets[i].weight);
-    for (; i < 3 && same_form(first, packed(targets[i].weight)); ++i) {
-      const PackedWeight weight = packed(targets[i].weight);
-      args.part[args.parts++] = {weight, bound_.vector(targets[i].bias), targets[i].out,
-                                 weight.rows};
+    const PackedWeight first = packed(targets.of[i].weight);
+    for (; i < targets.count && same_form(first, packed(targets.of[i].weight)); ++i) {
+      const Target& to = targets.of[i];
+      const PackedWeight weight = packed(to.weight);
+      args.part[args.parts++] = {weight, bound_.vector(to.bias), to.out, weight.rows};
     }
     products.args[products.count++] = args;
   }
   return products;
 }
 
-std::array<StepKernels::Target, 3> StepKernels::qkv_targets(const QkvOp& op) const {
-  return {{{op.q, op.q_bias, bound_.buffer(op.q_out)},
-           {op.k, op.k_bias, scratch<float>(layout_.k)},
-           {op.v, op.v_bias, scratch<float>(layout_.v)}}};
-}
-
-template <typename Op>
-HeadsArgs StepKernels::query_args(const Op& op) const {
-  HeadsArgs h;
-  h.q = bound_.buffer(op.q_out);
-  h.q_out = bound_.buffer(op.q_out);
-  if (op.q_norm) {
-    h.q_norm = bound_.vector(op.q_norm->weight);
-    h.q_norm_eps = op.q_norm->eps;
-  }
-  h.inverse_frequencies = bound_.vector(op.rope.inverse_frequencies);
-  h.turned = static_cast<int>(2 * bound_.weight(op.rope.inverse_frequencies).decl->cols);
-  h.style = op.rope.style;
-  h.attention_factor = op.rope.attention_factor;
-  h.state = bound_.state();
-  h.tokens = tokens();
-  return h;
-}
-
-HeadsArgs StepKernels::heads_args(const QkvOp& op) const {
-  HeadsArgs h = query_args(op);
-  h.k = scratch<float>(layout_.k);
-  h.v = scratch<float>(layout_.v);
-  if (op.k_norm) {
-    h.k_norm = bound_.vector(op.k_norm->weight);
-    h.k_norm_eps = op.k_norm->eps;
-  }
-  h.cache = bound_.cache(op.cache);
-  h.heads = static_cast<int>(bound_.width(op.q_out)) / h.cache.key_dim;
-  return h;
-}
-
-// Heads of queries beside a cache of none.
-HeadsArgs StepKernels::heads_args(const QueryOp& op) const {
-  HeadsArgs h = query_args(op);
-  h.cache.key_dim = op.head_dim;
-  h.cache.value_dim = op.head_dim;
-  h.heads = static_cast<int>(bound_.width(op.q_out)) / op.head_dim;
-  return h;
-}
-
-void StepKernels::run(const QueryOp& op, std::size_t index, const Launch& l) const {
-  Launch next = l;
-  if (products_[index].gemm.empty()) {
-    LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
-    const PackedWeight weight = packed(op.q);
-    args.part[0] = {weight, bound_.vector(op.q_bias), bound_.buffer(op.q_out), weight.rows};
-    multiply(args, tokens(), next);
-    next.dependent = l.dependent_inside;
-  } else {
-    const void* x = bf16_input(op.in, op.norm, l);
-    products_[index].gemm[0].run(bf16_weight(op.q, l), x, bound_.vector(op.q_bias), nullptr,
-                                 bound_.buffer(op.q_out), gemm_workspace(), l.stream);
-  }
-  finish_heads(heads_args(op), next);
-}
-
-AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {
-  AttentionArgs args;
-  args.q = bound_.buffer(op.q);
-  args.out = bound_.buffer(op.out);
-  args.heads = op.heads;
-  args.scale = op.scale;
-  args.sinks = bound_.vector(op.sinks);
-  args.cache = bound_.cache(op.cache);
-  args.state = bound_.state();
-  args.tokens = tokens();
-  args.scratch = scratch<std::byte>(layout_.attention);
-  return args;
-}
-
-void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const {
-  const AttentionArgs args = attention_args(op);
-  if (class_ == StepClass::kDecode) {
-    attend(args, heads, l);
-  } else {
-    attend_chunk(args, l);
-  }
+StepKernels::Targets StepKernels::qkv_targets(const QkvOp& op) const {
+  Targets targets;
+  const auto add = [&](const Target& target) { targets.of[targets.count++] = target; };
+  if (op.q.valid()) add({op.q, op.q_bias, bound_.buffer(op.q_out)});
+  add({op.k, op.k_bias, scratch<float>(layout_.k)});
+  add({op.v, op.v_bias, scratch<float>(layout_.v)});
+  return targets;
 }
 
 void StepKernels::run(const GatedMlpOp& op, std::size_t index, const Launch& l) const {
-  const PackedWeight gate = packed(op.gate);
-  const PackedWeight up = packed(op.up);
+  const int ff = packed(op.up).rows;
   const std::vector<Gemm>& gemm = products_[index].gemm;
-  if (gemm.size() == 3) {
+  if (gemm.size() == (op.gate.valid() ? 3U : 2U)) {
     void* x = bf16_input(op.in, op.norm, l);
     auto* workspace = gemm_workspace();
-    auto* g = scratch<void>(layout_.gate);
-    auto* u = scratch<void>(layout_.up);
-    gemm[0].run(bf16_weight(op.gate, l), x, nullptr, nullptr, g, workspace, l.stream);
-    gemm[1].run(bf16_weight(op.up, l), x, nullptr, nullptr, u, workspace, l.stream);
-    gate_bf16({.gate = g,
-               .up = u,
-               .gate_bias = bound_.vector(op.gate_bias),
-               .up_bias = bound_.vector(op.up_bias),
-               .out = x,
-               .activation = op.activation,
-               .width = gate.rows,
-               .tokens = tokens()},
-              l);
+    GateArgs gate{.out = x, .activation = op.activation, .width = ff, .tokens = tokens()};
+    const Gemm* next = gemm.data();
+    const auto multiply_by = [&](WeightId weight, std::size_t to) {
+      (next++)->run(bf16_weight(weight, l), x, nullptr, nullptr, scratch<void>(to), workspace,
+                    l.stream);
+      return scratch<void>(to);
+    };
+    if (op.gate.valid()) {
+      gate.gate = multiply_by(op.gate, layout_.gate);
+      gate.gate_bias = bound_.vector(op.gate_bias);
+      gate.up = multiply_by(op.up, layout_.up);
+      gate.up_bias = bound_.vector(op.up_bias);
+    } else {
+      gate.gate = multiply_by(op.up, layout_.gate);
+      gate.gate_bias = bound_.vector(op.up_bias);
+    }
+    gate_bf16(gate, l);
     const float* residual = op.residual.valid() ? bound_.buffer(op.residual) : nullptr;
-    gemm[2].run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), residual,
-                bound_.buffer(op.out), workspace, l.stream);
+    next->run(bf16_weight(op.down, l), x, bound_.vector(op.down_bias), residual,
+              bound_.buffer(op.out), workspace, l.stream);
     return;
   }
   Launch next = l;
   const bool dependent = l.dependent_inside;
-  if (same_form(gate, up)) {
+  const WeightDecl* gate = op.gate.valid() ? bound_.weight(op.gate).decl : nullptr;
+  if (joins_products(op, gate, *bound_.weight(op.up).decl)) {
     multiply(gated_product(op), tokens(), next);
   } else {
     LinearArgs args = product_args(bound_.buffer(op.in), bound_.width(op.in), op.norm);
     auto* hidden = scratch<float>(layout_.gate);
-    auto* raw_up = scratch<float>(layout_.up);
-    args.part[0] = {gate, bound_.vector(op.gate_bias), hidden, gate.rows};
+    auto* raw_up = gate ? scratch<float>(layout_.up) : hidden;
+    if (gate) {
+      args.part[0] = {packed(op.gate), bound_.vector(op.gate_bias), hidden, ff};
+      multiply(args, tokens(), next);
+      next.dependent = dependent;
+    }
+    args.part[0] = {packed(op.up), bound_.vector(op.up_bias), raw_up, ff};
     multiply(args, tokens(), next);
     next.dependent = dependent;
-    args.part[0] = {up, bound_.vector(op.up_bias), raw_up, up.rows};
-    multiply(args, tokens(), next);
     gate_f32({.gate = hidden,
-              .up = raw_up,
+              .up = gate ? raw_up : nullptr,
               .out = hidden,
               .activation = op.activation,
-              .width = gate.rows,
+              .width = ff,
               .tokens = tokens()},
              next);
   }

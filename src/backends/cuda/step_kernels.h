@@ -38,7 +38,7 @@ struct CudaScratch {
   std::size_t k = 0;         // [tokens, kv_heads * key_dim] f32
   std::size_t v = 0;         // [tokens, kv_heads * value_dim] f32
   std::size_t gate = 0;      // [tokens, ff] f32, or bf16 in the chunk class
-  std::size_t up = 0;        // [tokens, ff] bf16, only in the chunk class
+  std::size_t up = 0;        // the same, where gate and up are products of their own
   std::size_t normed = 0;    // [tokens, widest] bf16, only in the chunk class
   std::size_t unpacked = 0;  // the largest block-format matrix in bf16, only in the chunk class
   std::size_t gemm = 0;
@@ -80,6 +80,10 @@ class StepKernels {
     WeightId bias;
     float* out;
   };
+  struct Targets {
+    std::array<Target, 3> of;  // q, where there is one, k and v
+    std::size_t count = 0;
+  };
   // The products of a QkvOp: matrices of one form share one.
   struct QkvProducts {
     std::array<LinearArgs, 3> args;
@@ -97,7 +101,6 @@ class StepKernels {
   void issue_ops(cudaStream_t stream, int first, int last, const cudaGraphConditionalHandle* handle,
                  bool behind) const;
   void make_persistent();
-  bool attends_with(const QkvOp& qkv, std::size_t next) const;
   void run(const EmbedOp& op, std::size_t index, const Launch& l) const;
   void run(const NormOp& op, std::size_t index, const Launch& l) const;
   void run(const LinearOp& op, std::size_t index, const Launch& l) const;
@@ -105,7 +108,7 @@ class StepKernels {
   void project_qkv(const QkvOp& op, std::size_t index, const Launch& l) const;
   // The products of an op in the decode class.
   QkvProducts qkv_products(const QkvOp& op) const;
-  std::array<Target, 3> qkv_targets(const QkvOp& op) const;
+  Targets qkv_targets(const QkvOp& op) const;
   LinearArgs product(const LinearOp& op) const;
   // Projections of one input that follow each other, the op at `index` the first of them: they
   // share a launch.
@@ -113,6 +116,15 @@ class StepKernels {
   LinearArgs gated_product(const GatedMlpOp& op) const;  // gate and up are of one form
   LinearArgs down_product(const GatedMlpOp& op) const;
   LinearArgs product(const LmHeadOp& op) const;
+  // Attention: step_attention.cc. attends_with() says whether the kernel of the op behind a QkvOp
+  // finishes its heads; takes_encoder_kernel() whether it is attend_encoder().
+  bool attends_with(const QkvOp& qkv, std::size_t next) const;
+  bool takes_encoder_kernel(const AttentionOp& op) const;
+  HeadsArgs heads_args(const QkvOp& op) const;
+  HeadsArgs heads_args(const QueryOp& op) const;
+  // What both have: queries and rope.
+  template <typename Op>
+  HeadsArgs query_args(const Op& op) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
@@ -147,11 +159,6 @@ class StepKernels {
   // The normed input of a product by cuBLASLt; valid until the next op.
   void* bf16_input(BufferId in, const RmsNorm& norm, const Launch& l) const;
   const void* bf16_weight(WeightId id, const Launch& l) const;
-  HeadsArgs heads_args(const QkvOp& op) const;
-  HeadsArgs heads_args(const QueryOp& op) const;
-  // What both have: queries and rope.
-  template <typename Op>
-  HeadsArgs query_args(const Op& op) const;
   void choose_products();
 
   PackedWeight packed(WeightId id) const { return packed_weight(bound_.weight(id)); }

@@ -29,7 +29,9 @@ Answers read_answers(const std::string& name) {
 }
 
 EngineOptions options(int slots) {
-  return {.backend = "cpu",
+  // CMake says which backends this program tests: those of any machine, or the one of a GPU.
+  const bool on_gpu = std::string_view(PIANOLA_TEST_BACKENDS) == "cuda";
+  return {.backend = on_gpu ? "cuda" : "cpu",
           .threads = 1,
           .max_seq_len = 64,
           .slots = slots,

@@ -25,11 +25,17 @@ __device__ __forceinline__ float clamped_swish(float gate, float up) {
   return __fmul_rn(swish, __fadd_rn(u, 1.0F));
 }
 
-// act(gate) * up; with kClampedSwish u' + 1 takes the place of up.
+// act(gate) * up; with kClampedSwish u' + 1 takes the place of up. Not of kRelu.
 __device__ __forceinline__ float activate(Activation activation, float gate, float up) {
   if (activation == Activation::kGeluTanh) return __fmul_rn(gelu_tanh(gate), up);
   if (activation == Activation::kClampedSwish) return clamped_swish(gate, up);
   return __fmul_rn(silu(gate), up);
+}
+
+// The same of every activation, for the kernel that does nothing else.
+__device__ __forceinline__ float activate_any(Activation activation, float gate, float up) {
+  if (activation == Activation::kRelu) return __fmul_rn(gate < 0 ? 0.0F : gate, up);  // NaN passes
+  return activate(activation, gate, up);
 }
 
 }  // namespace pianola::cuda

@@ -32,8 +32,8 @@ __device__ __forceinline__ void store_multiples(std::int8_t* out, float* scale_o
 }
 
 // `share` warps a token, each with every share-th head of q, k and v; pairs a lane N: key_dim and
-// value_dim <= 64 N.
-template <typename T, int N>
+// value_dim <= 64 N. kRows: the cache holds the tokens of rows.
+template <typename T, int N, bool kRows>
 __global__ void __launch_bounds__(kFinishWarps * 32)
     finish_heads_kernel(const __grid_constant__ HeadsArgs args, int share) {
   allow_next();
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
   wait_for_previous();
   if (token >= min(args.tokens, __ldcg(&args.state.counts->tokens))) return;
   const int position = __ldcg(args.state.position + token);
-  const int row = __ldcg(args.state.row_of + __ldcg(args.state.lane_of + token));
+  const int row = cache_slot(args.state, kRows ? CacheHolds::kTokens : cache.holds, token);
   const int key_dim = cache.key_dim;
   const int value_dim = cache.value_dim;
   float* q = args.q_out + static_cast<std::size_t>(token) * args.heads * key_dim;
@@ -133,25 +133,26 @@ __global__ void __launch_bounds__(kFinishWarps * 32)
 
 using FinishKernel = void (*)(HeadsArgs, int);
 
-template <typename T>
+template <typename T, bool kRows>
 FinishKernel finish_kernel(int dim) {
-  if (dim <= 64) return finish_heads_kernel<T, 1>;
-  if (dim <= 128) return finish_heads_kernel<T, 2>;
-  return finish_heads_kernel<T, 4>;
+  if (dim <= 64) return finish_heads_kernel<T, 1, kRows>;
+  if (dim <= 128) return finish_heads_kernel<T, 2, kRows>;
+  return finish_heads_kernel<T, 4, kRows>;
 }
 
+template <bool kRows>
 FinishKernel finish_kernel_of(DType dtype, int dim) {
   switch (dtype) {
     case DType::kF32:
-      return finish_kernel<float>(dim);
+      return finish_kernel<float, kRows>(dim);
     case DType::kF16:
-      return finish_kernel<__half>(dim);
+      return finish_kernel<__half, kRows>(dim);
     case DType::kI8:
-      return finish_kernel<std::int8_t>(dim);
+      return finish_kernel<std::int8_t, kRows>(dim);
     case DType::kF8E4M3:
-      return finish_kernel<Fp8>(dim);
+      return finish_kernel<Fp8, kRows>(dim);
     default:
-      return finish_kernel<__nv_bfloat16>(dim);
+      return finish_kernel<__nv_bfloat16, kRows>(dim);
   }
 }
 
@@ -210,7 +211,9 @@ std::size_t attention_scratch_bytes(int /*tokens*/, int /*heads*/, int /*kv_head
 void finish_heads(const HeadsArgs& args, const Launch& launch) {
   check_attention_shape(args.cache, args.heads);
   const int dim = std::max(args.cache.key_dim, args.cache.value_dim);
-  const FinishKernel kernel = finish_kernel_of(args.cache.dtype, dim);
+  const FinishKernel kernel = args.cache.holds == CacheHolds::kTokens
+                                  ? finish_kernel_of<true>(args.cache.dtype, dim)
+                                  : finish_kernel_of<false>(args.cache.dtype, dim);
   const int all = args.heads + 2 * args.cache.kv_heads;
   const int share = args.tokens <= kFinishFew ? all : std::min(all, 4);
   const auto blocks =

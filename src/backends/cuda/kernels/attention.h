@@ -23,7 +23,7 @@ struct HeadsArgs {
   int turned = 0;                              // the first elements of a head, that rope turns
   RopeStyle style = RopeStyle::kHalf;
   float attention_factor = 1;
-  int heads = 0;
+  int heads = 0;  // 0: keys and values alone, and q is not looked at
   LayerCacheView cache;
   StepState state;
   int tokens = 1;  // of the bucket
@@ -51,7 +51,7 @@ inline bool attention_supported(int heads, int kv_heads, int key_dim, int value_
 std::size_t attention_scratch_bytes(int tokens, int heads, int kv_heads, int value_dim,
                                     int capacity);
 
-// Any number of tokens: one warp or more a head of a token.
+// Any number of tokens: one warp or more a head of a token. Into caches of any kind.
 void finish_heads(const HeadsArgs& args, const Launch& launch);
 
 // Decode class: at most kDecodeTokens tokens with `heads`; without, more are taken kDecodeTokens at

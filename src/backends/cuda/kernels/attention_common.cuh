@@ -159,6 +159,14 @@ __device__ __forceinline__ float with_sink(const float* sinks, int head, float m
 
 // --- Addresses. ---
 
+// The slot of a token's keys and values, as slot_of() of cache_reach.h.
+__device__ __forceinline__ int cache_slot(const StepState& s, CacheHolds holds, int token) {
+  const int lane = __ldcg(s.lane_of + token);
+  if (holds == CacheHolds::kStep) return lane;
+  const int row = __ldcg(s.row_of + lane);
+  return holds == CacheHolds::kInput ? __ldcg(&s.row[row].input_slot) : row;
+}
+
 // Element of (position, kv_head, 0) inside a slot, as cache_index() of layer_cache.h.
 __device__ __forceinline__ std::size_t cache_offset(int position, int kv_head, int kv_heads,
                                                     int dim) {

@@ -15,9 +15,9 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const float4 g = __ldcg(gate + i);
-  const float4 u = __ldcg(up + i);
-  out[i] = make_float4(activate(act, g.x, u.x), activate(act, g.y, u.y), activate(act, g.z, u.z),
-                       activate(act, g.w, u.w));
+  const float4 u = up ? __ldcg(up + i) : make_float4(1, 1, 1, 1);
+  out[i] = make_float4(activate_any(act, g.x, u.x), activate_any(act, g.y, u.y),
+                       activate_any(act, g.z, u.z), activate_any(act, g.w, u.w));
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const uint4 g4 = __ldcg(gate + i);
-  const uint4 u4 = __ldcg(up + i);
+  constexpr std::uint32_t kOnes = 0x3f803f80U;
+  const uint4 u4 = up ? __ldcg(up + i) : make_uint4(kOnes, kOnes, kOnes, kOnes);
   const std::uint32_t g[4] = {g4.x, g4.y, g4.z, g4.w};
   const std::uint32_t u[4] = {u4.x, u4.y, u4.z, u4.w};
   std::uint32_t o[4];
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
     if (gate_bias)
       g0 += __ldg(gate_bias + column + 2 * k), g1 += __ldg(gate_bias + column + 2 * k + 1);
     if (up_bias) u0 += __ldg(up_bias + column + 2 * k), u1 += __ldg(up_bias + column + 2 * k + 1);
-    o[k] = pack_bf16(activate(act, g0, u0), activate(act, g1, u1));
+    o[k] = pack_bf16(activate_any(act, g0, u0), activate_any(act, g1, u1));
   }
   out[i] = make_uint4(o[0], o[1], o[2], o[3]);
 }

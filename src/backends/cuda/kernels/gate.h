@@ -1,4 +1,4 @@
-// act(gate) * up where the products were separate launches.
+// act(gate) * up where the products were separate launches, or act(up) where there is no gate.
 #pragma once
 
 #include "backends/cuda/kernels/launch.h"
@@ -8,7 +8,7 @@ namespace pianola::cuda {
 
 struct GateArgs {
   const void* gate = nullptr;        // [tokens, width]
-  const void* up = nullptr;          // [tokens, width]
+  const void* up = nullptr;          // [tokens, width]; null: 1 in its place
   const float* gate_bias = nullptr;  // [width] or null; only of gate_bf16
   const float* up_bias = nullptr;
   void* out = nullptr;  // [tokens, width]; of gate_f32 it may be gate
