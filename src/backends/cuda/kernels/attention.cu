@@ -156,13 +156,14 @@ FinishKernel finish_kernel_of(DType dtype, int dim) {
   }
 }
 
-// Thread blocks that share an item: as many as the device holds at once, but always a few, as
-// tokens of one step may differ much in length.
+// Thread blocks that share an item: as many as the device holds at once, but a few, as tokens of one
+// step may differ much in length, and two where there are many items.
 constexpr int kFewBlocks = 4;
 int log_cluster_of(int items, int sms) {
   int log = 4;
   static_assert(1 << 4 == kMostRanks);
   while (1 << log > kFewBlocks && items << log > 2 * sms) --log;
+  while (log > 1 && items << log > 4 * sms) --log;
   return log;
 }
 

@@ -87,14 +87,16 @@ bool launch_few(const Params& p, const Launch& launch) {
 }
 
 // Shared memory of rows_kernel. Staged activations: more are converted in pieces, again for each
-// pass. Its ring: so many bytes on their way keep memory busy. Sums of a turn.
+// pass. Its ring: so many bytes on their way keep memory busy. Sums of a turn: few turns, as thread
+// blocks meet in each.
 inline constexpr int kMostRowsBytes = 128 * 1024;
-inline constexpr int kRowsRingBytes = 64 * 1024;
+inline constexpr int kRowsRingBytes = 96 * 1024;
 inline constexpr int kRowsPartialBytes = 40 * 1024;
 
 // Whether rows_kernel took the launch.
 template <Codes codes, int kGroups, int kTiles>
 bool launch_rows(const Params& shape, const Launch& launch) {
+  using Stage = RowsStage<kTiles>;
   auto* kernel = rows_kernel<codes, kGroups, kTiles>;
   OneParams params = {.map = {}, .p = shape};
   Params& p = params.p;
@@ -117,32 +119,39 @@ bool launch_rows(const Params& shape, const Launch& launch) {
   p.warp_units = ceil_div(most, kWarps * p.turns);
   p.warp_tiles = p.warp_units * unit_tiles;
   // A piece is whole quads of a warp and whole stages.
-  const int piece_least =
-      std::max(128 / Step<codes>::kCols, kRowsStageBoxes / kTiles * kBoxBytes / 64);
+  const int least = std::max(128 / Step<codes>::kCols, Stage::kSteps);
+  const int step_bytes = Step<codes>::kProducts * groups * 32 * static_cast<int>(sizeof(uint4));
   int pieces = 1;
-  while (p.slice_steps % pieces != 0 ||
-         p.slice_steps / pieces * Step<codes>::kProducts * groups * 512 > kMostRowsBytes)
+  while (p.slice_steps % pieces != 0 || p.slice_steps / pieces * step_bytes > kMostRowsBytes) {
     ++pieces;
+  }
   p.piece_steps = p.slice_steps / pieces;
-  if (p.piece_steps % piece_least != 0) return false;
-  p.stages = std::min(kRowsRingBytes / (kWarps * kRowsStageBytes),
-                      p.turns * ceil_div(p.warp_tiles, kTiles) * p.slice_steps /
-                          (kRowsStageBoxes / kTiles * kBoxBytes / 64));
-  while (RowsShared(p, Step<codes>::kProducts).bytes > kMostSharedBytes) --p.stages;
+  if (p.piece_steps % least != 0) return false;
+  p.stages = std::min(kRowsRingBytes / (kWarps * Stage::kBytes),
+                      p.turns * ceil_div(p.warp_tiles, kTiles) * p.slice_steps / Stage::kSteps);
+  const auto shared = [&] { return RowsShared(p, Step<codes>::kProducts, Stage::kBytes).bytes; };
+  while (shared() > kMostSharedBytes) --p.stages;
   if (p.stages < 1) return false;
   for (int i = 0; i < p.parts; ++i) {
     params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
   }
   grid.blocks = dim3(static_cast<unsigned>(clusters * kRowsCluster));
-  grid.shared_bytes = RowsShared(p, Step<codes>::kProducts).bytes;
+  grid.shared_bytes = shared();
   launch_grid(launch, "linear of tokens", kernel, grid, params);
   return true;
 }
 
 template <Codes codes>
 bool launch_rows(const Params& p, const Launch& launch) {
+  if constexpr (codes == Codes::kBF16) {
+    // Where a warp has tiles for it, more of them at a time need activations less often.
+    if (p.tokens > 32 && p.units * (p.gated ? 2 : 1) > 8 * launch.sms) {
+      return launch_rows<codes, 8, 4>(p, launch);
+    }
+    if (p.tokens > 16 && p.tokens <= 32) return launch_rows<codes, 4, 4>(p, launch);
+  }
   if (p.tokens > 32) return launch_rows<codes, 8, 2>(p, launch);
-  if (p.tokens > 16) return launch_rows < codes, 4, codes == Codes::kBF16 ? 4 : 2 > (p, launch);
+  if (p.tokens > 16) return launch_rows<codes, 4, 2>(p, launch);
   if (p.tokens > 8) return launch_rows<codes, 2, 2>(p, launch);
   return launch_rows<codes, 1, 2>(p, launch);
 }

@@ -11,9 +11,16 @@ namespace pianola::cuda::products {
 // own, whose weights come as in one_kernel. What it sums up over its slice goes to the block whose
 // rank is the warp's number, which adds the slices, in the order of every route, and stores.
 inline constexpr int kRowsCluster = 8;
-inline constexpr int kRowsStageBoxes = 4;  // of a warp
-inline constexpr int kRowsStageBytes = kRowsStageBoxes * kTileRows * kBoxBytes;
 inline constexpr int kRowsAlign = 1024;  // of the pattern in a box
+
+// A stage of a warp's ring: boxes of so many tiles, side by side.
+template <int kTiles>
+struct RowsStage {
+  static constexpr int kBoxes = 4 / kTiles;
+  static constexpr int kTileBytes = kTileRows * kBoxBytes;
+  static constexpr int kBytes = kTiles * kBoxes * kTileBytes;
+  static constexpr int kSteps = kBoxes * kBoxBytes / 64;
+};
 
 struct RowsShared {
   std::size_t ring;      // [warp][stage][box]
@@ -23,9 +30,9 @@ struct RowsShared {
   std::size_t bytes;     // and the barriers
 
   // Two turns: what one has summed up is added while the next one computes.
-  RowsShared(const Params& p, int products_per_step) {
+  RowsShared(const Params& p, int products_per_step, int stage_bytes) {
     const int groups = (p.tokens + 7) / 8;
-    ring = static_cast<std::size_t>(p.stages) * kWarps * kRowsStageBytes;
+    ring = static_cast<std::size_t>(p.stages * kWarps * stage_bytes);
     staged = static_cast<std::size_t>(p.piece_steps) * static_cast<std::size_t>(products_per_step) *
              static_cast<std::size_t>(groups) * 32 * sizeof(uint4);
     squares = static_cast<std::size_t>(kRowsCluster * 8 * groups) * sizeof(float);
@@ -44,13 +51,12 @@ template <Codes codes, int kGroups, int kTiles>
 __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
     rows_kernel(const __grid_constant__ OneParams params) {
   using S = Step<codes>;
-  constexpr int kTileBytes = kTileRows * kBoxBytes;
-  constexpr int kBoxes = kRowsStageBoxes / kTiles;  // of a tile in a stage, side by side
-  constexpr int kStageSteps = kBoxes * kBoxBytes / 64;
+  using Stage = RowsStage<kTiles>;
   // A warp converts tokens warp, warp + 8...: so many of them, and so many quads of each, at once.
   constexpr int kTokensAtOnce = kGroups < 4 ? kGroups : 4;
   constexpr int kQuadsAtOnce = 8 / kTokensAtOnce;
   constexpr int kNorms = kQuadsAtOnce < kHeld ? kQuadsAtOnce : kHeld;
+  constexpr int kGroupsAtOnce = kGroups < 4 ? kGroups : 4;
   const Params& p = params.p;
   extern __shared__ __align__(16) unsigned char unaligned[];
   unsigned char* memory =
@@ -59,8 +65,8 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   const int lane = threadIdx.x % 32;
   const int groups = (p.tokens + 7) / 8;
   const int slice_floats = 8 * groups * p.warp_tiles * kTileRows;
-  unsigned char* ring = memory + warp * p.stages * kRowsStageBytes;
-  uint4* staged = reinterpret_cast<uint4*>(memory + kWarps * p.stages * kRowsStageBytes);
+  unsigned char* ring = memory + warp * p.stages * Stage::kBytes;
+  uint4* staged = reinterpret_cast<uint4*>(memory + kWarps * p.stages * Stage::kBytes);
   float* squares = reinterpret_cast<float*>(staged + p.piece_steps * S::kProducts * groups * 32);
   float* partials = squares + kRowsCluster * 8 * groups;
   const std::uint32_t arrived =  // [2] barriers of partial results
@@ -74,15 +80,18 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   const int cluster = static_cast<int>(blockIdx.x) / kRowsCluster;
   const int unit_begin = cluster * p.share + min(cluster, p.extra);
   const int unit_end = unit_begin + p.share + (cluster < p.extra ? 1 : 0);
-  // Units of a warp in a turn; the same warps of the cluster have the same ones, some at a time.
-  const int units_at_once = p.gated ? kTiles / 2 : kTiles;
-  const int passes = (p.warp_units + units_at_once - 1) / units_at_once;
+  // Units of a warp in a turn: the same warps of the cluster have the same ones. Their tiles are
+  // computed some at a time.
   const int unit_tiles = p.gated ? 2 : 1;
+  const int passes = (p.warp_tiles + kTiles - 1) / kTiles;
   const auto first_unit = [&](int turn, int of) {
     return unit_begin + (turn * kWarps + of) * p.warp_units;
   };
   const auto last_unit = [&](int turn, int of) {
     return min(first_unit(turn, of) + p.warp_units, unit_end);
+  };
+  const auto tiles_of = [&](int turn, int of) {
+    return max(0, last_unit(turn, of) - first_unit(turn, of)) * unit_tiles;
   };
   if (lane == 0) {
 #pragma unroll 1
@@ -98,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
 
   // Loading runs ahead of computing, by the stages of the ring, over passes and turns. A lane a
   // box.
-  const int stages_of_pass = p.slice_steps / kStageSteps;
+  const int stages_of_pass = p.slice_steps / Stage::kSteps;
   const CUtensorMap* map = nullptr;  // of this lane's box, or null
   int box_x = 0;
   int box_y = 0;
@@ -107,25 +116,26 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   int stages_to_load = stages_of_pass;
   int stage_bytes = 0;
   const auto set_box = [&] {
-    const int unit = first_unit(load_turn, warp) + load_pass * units_at_once;
-    const int end = last_unit(load_turn, warp);
-    stage_bytes = max(0, min(units_at_once, end - unit)) * unit_tiles * kBoxes * kTileBytes;
+    const int first = load_pass * kTiles;
+    stage_bytes =
+        max(0, min(kTiles, tiles_of(load_turn, warp) - first)) * Stage::kBoxes * Stage::kTileBytes;
     map = nullptr;
-    if (lane >= kRowsStageBoxes) return;
-    const Tile tile = tile_of(p, unit, end, lane / kBoxes);
+    if (lane >= kTiles * Stage::kBoxes) return;
+    const Tile tile = tile_of(p, first_unit(load_turn, warp), last_unit(load_turn, warp),
+                              first + lane / Stage::kBoxes);
     if (tile.part < 0) return;
     map = params.map + tile.part;
-    box_x = rank * p.slice_steps * 64 + lane % kBoxes * kBoxBytes;
+    box_x = rank * p.slice_steps * 64 + lane % Stage::kBoxes * kBoxBytes;
     box_y = tile.row;
   };
-  const std::uint32_t box_at = shared_address(ring) + lane * kTileBytes;
+  const std::uint32_t box_at = shared_address(ring) + lane * Stage::kTileBytes;
   const auto load_stage = [&](int stage) {
     if (load_turn >= p.turns) return;
     const std::uint32_t barrier = full + 8 * stage;
     if (lane == 0) expect_bytes(barrier, stage_bytes);
     if (map) {
-      copy_box(box_at + stage * kRowsStageBytes, map, box_x, box_y, barrier);
-      box_x += kBoxes * kBoxBytes;
+      copy_box(box_at + stage * Stage::kBytes, map, box_x, box_y, barrier);
+      box_x += Stage::kBoxes * kBoxBytes;
     }
     if (--stages_to_load > 0) return;
     stages_to_load = stages_of_pass;
@@ -141,8 +151,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
 
   // Bytes that this block will receive for a turn: sums of the tiles of its rank from eight slices.
   const auto sum_bytes = [&](int turn) {
-    int floats =
-        max(0, last_unit(turn, rank) - first_unit(turn, rank)) * unit_tiles * kTileRows * p.tokens;
+    int floats = tiles_of(turn, rank) * kTileRows * p.tokens;
     if (turn == 0 && p.norm) floats += p.tokens;
     return floats * kRowsCluster * static_cast<int>(sizeof(float));
   };
@@ -276,40 +285,43 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
         }
         const uint4* at = staged + lane;
 #pragma unroll 1
-        for (int step = 0; step < p.piece_steps; step += kStageSteps) {
+        for (int step = 0; step < p.piece_steps; step += Stage::kSteps) {
           wait_copied(full + 8 * stage, parity);
-          const unsigned char* from = weights_at + stage * kRowsStageBytes;
+          const unsigned char* from = weights_at + stage * Stage::kBytes;
 #pragma unroll
-          for (int i = 0; i < kStageSteps; ++i) {
+          for (int i = 0; i < Stage::kSteps; ++i) {
             uint4 weights[kTiles];
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
               weights[n] = *reinterpret_cast<const uint4*>(
-                  from + (n * kBoxes + i / 2) * kTileBytes + chunk[i % 2]);
+                  from + (n * Stage::kBoxes + i / 2) * Stage::kTileBytes + chunk[i % 2]);
             }
 #pragma unroll
             for (int j = 0; j < S::kProducts; ++j) {
-              uint4 a[kGroups];
 #pragma unroll
-              for (int m = 0; m < kGroups; ++m) {
-                a[m] = make_uint4(0, 0, 0, 0);
-                if (8 * m + g < p.tokens) a[m] = at[m * 32];
-              }
-              at += groups * 32;
+              for (int base = 0; base < kGroups; base += kGroupsAtOnce) {
+                uint4 a[kGroupsAtOnce];
 #pragma unroll
-              for (int m = 0; m < kGroups; ++m) {
-                const std::uint32_t words[4] = {a[m].x, a[m].y, a[m].z, a[m].w};
+                for (int m = 0; m < kGroupsAtOnce; ++m) {
+                  a[m] = make_uint4(0, 0, 0, 0);
+                  if (8 * (base + m) + g < p.tokens) a[m] = at[(base + m) * 32];
+                }
 #pragma unroll
-                for (int n = 0; n < kTiles; ++n) {
+                for (int m = 0; m < kGroupsAtOnce; ++m) {
+                  const std::uint32_t words[4] = {a[m].x, a[m].y, a[m].z, a[m].w};
 #pragma unroll
-                  for (int part = 0; part < S::kParts; ++part) {
-                    std::uint32_t b0 = 0;
-                    std::uint32_t b1 = 0;
-                    operand<codes>(weights[n], j, part, b0, b1);
-                    mma_bf16(acc[n][m], words, b0, b1);
+                  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+                    for (int part = 0; part < S::kParts; ++part) {
+                      std::uint32_t b0 = 0;
+                      std::uint32_t b1 = 0;
+                      operand<codes>(weights[n], j, part, b0, b1);
+                      mma_bf16(acc[n][base + m], words, b0, b1);
+                    }
                   }
                 }
               }
+              at += groups * 32;
             }
           }
           __syncwarp();
@@ -335,8 +347,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
           }
         }
       }
-      const int left = last_unit(turn, warp) - first_unit(turn, warp) - pass * units_at_once;
-      const int tiles = left * unit_tiles;  // may be none, or more
+      const int tiles = tiles_of(turn, warp) - pass * kTiles;  // may be none, or more
       const std::uint32_t to =
           peer_address(shared_address(partials + ((turn & 1) * kRowsCluster + rank) * slice_floats +
                                       pass * kTiles * kTileRows + 2 * t),
