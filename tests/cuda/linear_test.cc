@@ -183,6 +183,27 @@ TEST_P(LinearForms, ATokensBitsDoNotDependOnTheOthers) {
   }
 }
 
+// More rows than the thread blocks of a launch hold sums of at a time, also where some of them have
+// nothing left to do in the last turn.
+TEST(Linear, TurnsAfterTurnsGiveTheSameBits) {
+  for (const int rows : {25'000, 4096 + 8}) {
+    Product product({DType::kBF16, rows, 1024}, 64, 41U + static_cast<unsigned>(rows));
+    const std::vector<float> all = product.run(0, 64, 64, true);
+    std::vector<float> first(all.begin(), all.begin() + rows);
+    EXPECT_LE(product.error(first, 0, true), kTolerance);
+    for (const int bucket : {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 48}) {
+      const int from = 64 - bucket;
+      for (int again = 0; again < 3; ++again) {
+        const std::vector<float> some = product.run(from, bucket, bucket, true, true);
+        ASSERT_EQ(std::memcmp(some.data(), all.data() + static_cast<std::size_t>(from) * rows,
+                              some.size() * sizeof(float)),
+                  0)
+            << rows << " rows, bucket of " << bucket;
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Forms, LinearForms, ::testing::ValuesIn(kForms),
                          [](const auto& form) { return std::string(dtype_name(form.param)); });
 
@@ -296,6 +317,7 @@ TEST(Linear, GatedIsTheActivationOfOneTimesTheOther) {
       expect_gated(DType::kBF16, tokens, 340, 1024, activation);
     }
   }
+  for (const int tokens : {2, 4, 7, 20}) expect_gated(DType::kBF16, tokens, 9000, 1024);  // turns
 }
 
 TEST(Linear, SmallGatedIsTheActivationOfOneTimesTheOther) {

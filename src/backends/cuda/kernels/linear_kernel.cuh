@@ -29,22 +29,16 @@ void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
                 dim3(kThreads), bytes, p);
 }
 
-template <Codes codes, int kTiles, int kQuads>
-void launch_one_token(const OneParams& params, const Launch& launch) {
-  launch_kernel(launch, "linear of a token", one_kernel<codes, kTiles, kQuads>,
-                dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads),
-                OneShared<kTiles>::bytes(params.p.stages, params.p.cols), params);
-}
-
 // Stages of a ring: 32 KB each. What is on its way while the chain of kernels waits is what counts,
 // and fewer are only better where a multiprocessor would hold no second kernel.
 inline constexpr int kMostStages = 5;
 inline constexpr std::size_t kMostSharedBytes = 227 * 1024;
 
 // Whether one_kernel took the launch.
-template <Codes codes>
-bool launch_one_token(const Params& shape, const Launch& launch) {
+template <Codes codes, int kQuads, int kTokens>
+bool launch_few_tokens(const Params& shape, const Launch& launch) {
   constexpr int kTiles = 2;
+  using M = OneShared<kTiles, kTokens>;
   OneParams params = {.map = {}, .p = shape};
   Params& p = params.p;
   p.slice_steps = p.steps / kWarps;
@@ -53,20 +47,28 @@ bool launch_one_token(const Params& shape, const Launch& launch) {
   p.turns = ceil_div(p.share + (p.extra > 0 ? 1 : 0), p.gated ? kTiles / 2 : kTiles);
   p.stages = std::min(p.cols > 4096 ? kMostStages - 1 : kMostStages,
                       p.turns * p.slice_steps / kStageSteps);
-  while (p.stages > 0 && OneShared<kTiles>::bytes(p.stages, p.cols) > kMostSharedBytes) --p.stages;
-  if (p.stages == 0) return false;  // rows too long
+  const int least = std::min(p.stages, p.tokens == 1 ? 1 : 2);
+  const auto bytes = [&] { return M::bytes(p.stages, p.cols, p.tokens); };
+  while (p.stages >= least && bytes() > kMostSharedBytes) --p.stages;
+  if (p.stages < least) return false;  // rows too long
   for (int i = 0; i < p.parts; ++i) {
     params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
   }
-  const int quads = p.cols / 128 / kWarps;
-  if (quads <= 2) {
-    launch_one_token<codes, kTiles, 2>(params, launch);
-  } else if (quads <= 4) {
-    launch_one_token<codes, kTiles, 4>(params, launch);
-  } else {
-    launch_one_token<codes, kTiles, 8>(params, launch);
-  }
+  launch_kernel(launch, "linear of few tokens", one_kernel<codes, kTiles, kQuads, kTokens>,
+                dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads), bytes(), params);
   return true;
+}
+
+template <Codes codes>
+bool launch_few_tokens(const Params& p, const Launch& launch) {
+  const int quads = p.cols / 128 / kWarps;
+  if (p.tokens > 1) {
+    return quads <= 2 ? launch_few_tokens<codes, 2, kFewTokens>(p, launch)
+                      : launch_few_tokens<codes, 4, kFewTokens>(p, launch);
+  }
+  if (quads <= 2) return launch_few_tokens<codes, 2, 1>(p, launch);
+  if (quads <= 4) return launch_few_tokens<codes, 4, 1>(p, launch);
+  return launch_few_tokens<codes, 8, 1>(p, launch);
 }
 
 // Whether few_kernel took the launch.
@@ -208,7 +210,7 @@ void launch_form(Params& p, const Launch& launch) {
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;
   const bool staged = p.tokens <= 8 && staged_bytes <= kMostStagedBytes;
   if constexpr (kPlain) {
-    if (streams && p.tokens == 1 && launch_one_token<codes>(p, launch)) return;
+    if (streams && p.tokens <= kFewTokens && launch_few_tokens<codes>(p, launch)) return;
     if (streams && launch_rows<codes>(p, launch)) return;
   } else {
     if (launch_few<codes, scales>(p, launch)) return;

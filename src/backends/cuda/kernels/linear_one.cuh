@@ -1,4 +1,5 @@
-// Products of one token by plain weights of regular shapes: what a single row decodes with.
+// Products of one token, or of a few, by plain weights of regular shapes: what a single row decodes
+// with, drafts or not.
 #pragma once
 
 #include <cuda.h>
@@ -8,12 +9,14 @@
 
 namespace pianola::cuda::products {
 
-// The bits of stream_kernel, with as little as possible between the end of the kernel before and
+// The bits of linear_kernel, with as little as possible between the end of the kernel before and
 // the first result: a step of one token is a chain of kernels, most of them shorter than what one
 // needs to find its addresses. So all of that happens before the wait (a prefetch keeps an address
 // there, which the compiler would move), and three kernels of the chain fit a multiprocessor at
 // once, so that weights never stop coming.
 inline constexpr int kOneBlocksPerSm = 3;
+// More tokens are rows_kernel's: here every thread block converts the activations whole.
+inline constexpr int kFewTokens = 4;
 
 // Weights come through a ring of stages, each 256 bytes of every row of the tiles of a warp, in
 // boxes that the copy engine cuts out of the matrix: no thread computes an address for each row,
@@ -22,17 +25,19 @@ inline constexpr int kBoxBytes = 128;  // of each of the eight rows of a tile
 inline constexpr int kStageBoxes = 2;  // side by side
 inline constexpr int kStageSteps = kStageBoxes * kBoxBytes / 64;
 
-template <int kTiles>
+template <int kTiles, int kTokens>
 struct OneShared {
   static constexpr int kTileBytes = kTileRows * kBoxBytes;
   static constexpr int kStageBytes = kTiles * kStageBoxes * kTileBytes;
-  static constexpr int kPartial = kWarps * kTiles * kTileRows;  // floats of one turn
-  static constexpr int kAlign = 1024;                           // of the pattern in a box
+  static constexpr int kSlice = kTokens * kTiles * kTileRows;  // sums of one turn, in floats
+  static constexpr int kPartial = kWarps * kSlice;
+  static constexpr int kAlign = 1024;  // of the pattern in a box
   // Then partial results twice, sums of squares, a barrier a stage; activations.
-  static constexpr std::size_t bytes(int stages, int cols) {
+  static constexpr std::size_t bytes(int stages, int cols, int tokens) {
     return kAlign +
            static_cast<std::size_t>(stages) * kWarps * (kStageBytes + sizeof(std::uint64_t)) +
-           (2 * kPartial + kWarps) * sizeof(float) + static_cast<std::size_t>(cols) * sizeof(float);
+           (2 * kPartial + kWarps * kTokens) * sizeof(float) +
+           static_cast<std::size_t>(cols * tokens) * sizeof(float);
   }
 };
 
@@ -46,14 +51,17 @@ struct OneParams {
   Params p;
 };
 
-// kQuads: four activations each that a lane has on their way at once.
-template <Codes codes, int kTiles, int kQuads>
-__global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
+// kTokens: 1, or as many as there may be. kQuads: four activations each of a token, that a lane has
+// on their way at once.
+template <Codes codes, int kTiles, int kQuads, int kTokens>
+__global__ void __launch_bounds__(kThreads, kTokens == 1 ? kOneBlocksPerSm : 2)
     one_kernel(const __grid_constant__ OneParams params) {
   using S = Step<codes>;
-  using M = OneShared<kTiles>;
-  static_assert(kTiles * kTileRows <= 32);  // the results of a turn fit one warp
+  using M = OneShared<kTiles, kTokens>;
+  constexpr int kResultWarps = (M::kSlice + 31) / 32;  // one result of a turn a lane
+  static_assert(kResultWarps <= kWarps);
   const Params& p = params.p;
+  const int tokens = kTokens == 1 ? 1 : p.tokens;
   extern __shared__ __align__(16) unsigned char unaligned[];
   unsigned char* memory =
       unaligned + (M::kAlign - shared_address(unaligned) % M::kAlign) % M::kAlign;
@@ -62,9 +70,10 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
   unsigned char* ring = memory + warp * p.stages * M::kStageBytes;
   float* partials = reinterpret_cast<float*>(memory + kWarps * p.stages * M::kStageBytes);
   float* squares = partials + 2 * M::kPartial;
-  uint4* staged = reinterpret_cast<uint4*>(squares + kWarps);
+  uint4* staged = reinterpret_cast<uint4*>(squares + kWarps * kTokens);
   const std::uint32_t full =
-      shared_address(reinterpret_cast<unsigned char*>(staged) + p.cols * 4) + warp * p.stages * 8;
+      shared_address(reinterpret_cast<unsigned char*>(staged) + p.cols * tokens * 4) +
+      warp * p.stages * 8;
 
   allow_next();
   const int g = lane / 4;
@@ -121,16 +130,22 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
   for (int i = 0; i < p.stages; ++i) load_stage(i);
 
   Output mine;
-  if (warp == 0) mine = find_output<kTiles>(p, unit_begin, unit_end, lane);
+  const int result = threadIdx.x;
+  const bool has_result = warp < kResultWarps;
+  if (has_result) mine = find_output<kTiles>(p, unit_begin, unit_end, result);
 
   // A lane's quads lie 128 columns apart: the same place in steps 128 / kCols apart.
   const int slice_cols = p.slice_steps * S::kCols;  // a multiple of 128
   const int first = warp * slice_cols + 4 * lane;
   const Place place = place_of<codes>(4 * lane % S::kCols);
-  constexpr int kStride = 128 / S::kCols * S::kProducts * 4;
-  uint4* to = staged + (first / S::kCols * S::kProducts + place.product) * 4 + place.t;
+  const int stride = 128 / S::kCols * S::kProducts * 4 * tokens;
+  uint4* to = staged + (first / S::kCols * S::kProducts + place.product) * tokens * 4 + place.t;
   int left = slice_cols / 128;
-  const float* x_at = p.in + first;
+  const float* x_at[kTokens];
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    x_at[i] = p.in + static_cast<std::int64_t>(i < tokens ? i : 0) * p.in_ld + first;
+  }
   const float* norm_at = p.norm ? p.norm + first : nullptr;
   const std::int32_t* gather = p.gather;
   const std::int32_t* count = p.count;
@@ -148,45 +163,58 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
 
   wait_for_previous();
   if (gather) {
-    x_at += static_cast<std::int64_t>(min(max(__ldcg(gather), 0), p.in_rows - 1)) * p.in_ld;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const int row = __ldcg(gather + (i < tokens ? i : 0));
+      x_at[i] = p.in + static_cast<std::int64_t>(min(max(row, 0), p.in_rows - 1)) * p.in_ld + first;
+    }
   }
-  float square = 0;
+  float square[kTokens] = {};
   int live = 0;
   float held_residual = 0;
   bool first_round = true;
 #pragma unroll 1
   while (true) {
-    float4 x[kQuads];
+    float4 x[kTokens][kQuads];
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      if (i < left) x[i] = load_activation4(x_at + 128 * i);
+    for (int i = 0; i < kTokens; ++i) {
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        if (i < tokens && q < left) x[i][q] = load_activation4(x_at[i] + 128 * q);
+      }
     }
-    if (first_round && warp == 0) {
+    if (first_round && has_result) {
       live = __ldcg(count) - p.first;
       held_residual = load_residual(mine);
     }
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      if (i >= left) break;
-      float4 weight = norm[kHoldsNorm ? i : 0];
+    for (int q = 0; q < kQuads; ++q) {
+      if (q >= left) break;
+      float4 weight = norm[kHoldsNorm ? q : 0];
       if constexpr (!kHoldsNorm) {
-        weight = norm_at ? load_activation4(norm_at + 128 * i) : make_float4(1, 1, 1, 1);
+        weight = norm_at ? load_activation4(norm_at + 128 * q) : make_float4(1, 1, 1, 1);
       }
-      square += square_sum(x[i]);
-      to[i * kStride] = activation_words(x[i], weight);
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        if (i >= tokens) break;
+        square[i] += square_sum(x[i][q]);
+        to[q * stride + 4 * i] = activation_words(x[i][q], weight);
+      }
     }
     left -= kQuads;
     if (left <= 0) break;
     first_round = false;
-    x_at += 128 * kQuads;
-    to += kQuads * kStride;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) x_at[i] += 128 * kQuads;
+    to += kQuads * stride;
     if (norm_at) norm_at += 128 * kQuads;
     if constexpr (kHoldsNorm) load_norms();
   }
   __syncwarp();
 
   float acc[kTiles][4] = {};
-  const uint4* const activations = staged + warp * p.slice_steps * S::kProducts * 4 + t;
+  const uint4* const activations =
+      staged + (warp * p.slice_steps * S::kProducts * tokens + (kTokens == 1 ? 0 : g)) * 4 + t;
   const unsigned char* const weights_at = ring + box_row(g) * kBoxBytes;
   const int chunk[2] = {(t ^ box_row(g)) * 16, ((t + 4) ^ box_row(g)) * 16};
   float scale = 1;
@@ -209,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
 #pragma unroll
         for (int j = 0; j < S::kProducts; ++j) {
           uint4 v = make_uint4(0, 0, 0, 0);
-          if (g == 0) v = at[(i * S::kProducts + j) * 4];
+          if (g < tokens) v = at[(i * S::kProducts + j) * tokens * 4];
           const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
@@ -223,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
           }
         }
       }
-      at += kStageSteps * S::kProducts * 4;
+      at += kStageSteps * S::kProducts * tokens * 4;
       __syncwarp();
       load_stage(stage);  // where these weights were read
       if (++stage == p.stages) {
@@ -233,14 +261,18 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
     }
 
     if (turn == 0 && p.norm) {
-      square = warp_sum(square);
-      if (lane == 0) squares[warp] = square;
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const float sum = warp_sum(square[i]);
+        if (lane == 0) squares[warp * kTokens + i] = sum;
+      }
     }
     float* partial = partials + (turn & 1) * M::kPartial;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      if (g == 0) {
-        float* to_row = partial + (warp * kTiles + n) * kTileRows;
+      if (g < tokens) {
+        const int token = kTokens == 1 ? 0 : g;
+        float* to_row = partial + ((warp * kTokens + token) * kTiles + n) * kTileRows;
         to_row[box_row(2 * t)] = acc[n][0] + acc[n][2];
         to_row[box_row(2 * t + 1)] = acc[n][1] + acc[n][3];
       }
@@ -248,16 +280,17 @@ __global__ void __launch_bounds__(kThreads, kOneBlocksPerSm)
       for (int k = 0; k < 4; ++k) acc[n][k] = 0;
     }
     __syncthreads();
-    if (warp != 0) continue;
+    if (!has_result) continue;
     if (turn == 0 && p.norm) {
-      const float sum = add_slices(kWarps, [&](int s) { return squares[s]; });
+      const int token = kTokens == 1 ? 0 : min(mine.token, kTokens - 1);
+      const float sum = add_slices(kWarps, [&](int s) { return squares[s * kTokens + token]; });
       scale = rsqrtf(sum / static_cast<float>(p.cols) + p.eps);
     }
-    if (mine.out && live > 0) {
-      store_output(p, mine, partial, kWarps, kTiles * kTileRows, scale, held_residual);
+    if (mine.out && mine.token < live) {
+      store_output(p, mine, partial, kWarps, M::kSlice, scale, held_residual);
     }
     if (turn + 1 < p.turns) {
-      mine = find_output<kTiles>(p, unit_begin + (turn + 1) * units_at_once, unit_end, lane);
+      mine = find_output<kTiles>(p, unit_begin + (turn + 1) * units_at_once, unit_end, result);
       held_residual = load_residual(mine);
     }
   }
