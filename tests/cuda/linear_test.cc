@@ -204,6 +204,13 @@ TEST(Linear, TurnsAfterTurnsGiveTheSameBits) {
   }
 }
 
+TEST(Linear, SmallShapeOfSeveralTurns) {
+  Product product({DType::kBF16, 4104, 1024}, 40, 77);
+  for (const int tokens : {3, 40}) {
+    EXPECT_LE(product.error(product.run(0, tokens, tokens, true), 0, true), kTolerance) << tokens;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Forms, LinearForms, ::testing::ValuesIn(kForms),
                          [](const auto& form) { return std::string(dtype_name(form.param)); });
 
