@@ -131,7 +131,7 @@ bool launch_rows(const Params& shape, const Launch& launch) {
   if (p.piece_steps % least != 0) return false;
   p.stages = std::min(kRowsRingBytes / (kWarps * Stage::kBytes),
                       p.turns * ceil_div(p.warp_tiles, kTiles) * p.slice_steps / Stage::kSteps);
-  const auto shared = [&] { return RowsShared(p, Step<codes>::kProducts, Stage::kBytes).bytes; };
+  const auto shared = [&] { return rows_shared_bytes(p, Step<codes>::kProducts, Stage::kBytes); };
   while (shared() > kMostSharedBytes) --p.stages;
   if (p.stages < 1) return false;
   for (int i = 0; i < p.parts; ++i) {
@@ -145,15 +145,15 @@ bool launch_rows(const Params& shape, const Launch& launch) {
 
 template <Codes codes>
 bool launch_rows(const Params& p, const Launch& launch) {
-  if constexpr (codes == Codes::kBF16) {
+  constexpr bool kOften = codes == Codes::kBF16;  // others have fewer kernels
+  if (p.tokens > 32) {
     // Where a warp has tiles for it, more of them at a time need activations less often.
-    if (p.tokens > 32 && p.units * (p.gated ? 2 : 1) > 8 * launch.sms) {
-      return launch_rows<codes, 8, 4>(p, launch);
+    if constexpr (kOften) {
+      if (p.units * (p.gated ? 2 : 1) > 8 * launch.sms) return launch_rows<codes, 8, 4>(p, launch);
     }
-    if (p.tokens > 16 && p.tokens <= 32) return launch_rows<codes, 4, 4>(p, launch);
+    return launch_rows<codes, 8, 2>(p, launch);
   }
-  if (p.tokens > 32) return launch_rows<codes, 8, 2>(p, launch);
-  if (p.tokens > 16) return launch_rows<codes, 4, 2>(p, launch);
+  if (p.tokens > 16) return launch_rows<codes, 4, kOften ? 4 : 2>(p, launch);
   if (p.tokens > 8) return launch_rows<codes, 2, 2>(p, launch);
   return launch_rows<codes, 1, 2>(p, launch);
 }

@@ -21,8 +21,9 @@ inline constexpr int kFewTokens = 4;
 // Weights come through a ring of stages, each 256 bytes of every row of the tiles of a warp, in
 // boxes that the copy engine cuts out of the matrix: no thread computes an address for each row,
 // and no load of activations stands behind them in a queue.
-inline constexpr int kBoxBytes = 128;  // of each of the eight rows of a tile
-inline constexpr int kStageBoxes = 2;  // side by side
+inline constexpr int kBoxBytes = 128;   // of each of the eight rows of a tile
+inline constexpr int kBoxAlign = 1024;  // of the pattern in a box
+inline constexpr int kStageBoxes = 2;   // side by side
 inline constexpr int kStageSteps = kStageBoxes * kBoxBytes / 64;
 
 template <int kTiles, int kTokens>
@@ -31,10 +32,9 @@ struct OneShared {
   static constexpr int kStageBytes = kTiles * kStageBoxes * kTileBytes;
   static constexpr int kSlice = kTokens * kTiles * kTileRows;  // sums of one turn, in floats
   static constexpr int kPartial = kWarps * kSlice;
-  static constexpr int kAlign = 1024;  // of the pattern in a box
   // Then partial results twice, sums of squares, a barrier a stage; activations.
   static constexpr std::size_t bytes(int stages, int cols, int tokens) {
-    return kAlign +
+    return kBoxAlign +
            static_cast<std::size_t>(stages) * kWarps * (kStageBytes + sizeof(std::uint64_t)) +
            (2 * kPartial + kWarps * kTokens) * sizeof(float) +
            static_cast<std::size_t>(cols * tokens) * sizeof(float);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? kOneBlocksPerSm : 2)
   const int tokens = kTokens == 1 ? 1 : p.tokens;
   extern __shared__ __align__(16) unsigned char unaligned[];
   unsigned char* memory =
-      unaligned + (M::kAlign - shared_address(unaligned) % M::kAlign) % M::kAlign;
+      unaligned + (kBoxAlign - shared_address(unaligned) % kBoxAlign) % kBoxAlign;
   const int warp = threadIdx.x / 32;  // its slice
   const int lane = threadIdx.x % 32;
   unsigned char* ring = memory + warp * p.stages * M::kStageBytes;

@@ -1,4 +1,4 @@
-// Products of 2 to 64 tokens by plain weights of regular shapes: what a batch decodes with.
+// Products of 5 to 64 tokens by plain weights of regular shapes: what a batch decodes with.
 #pragma once
 
 #include "backends/cuda/kernels/linear_one.cuh"
@@ -11,7 +11,6 @@ namespace pianola::cuda::products {
 // own, whose weights come as in one_kernel. What it sums up over its slice goes to the block whose
 // rank is the warp's number, which adds the slices, in the order of every route, and stores.
 inline constexpr int kRowsCluster = 8;
-inline constexpr int kRowsAlign = 1024;  // of the pattern in a box
 
 // A stage of a warp's ring: boxes of so many tiles, side by side.
 template <int kTiles>
@@ -22,27 +21,21 @@ struct RowsStage {
   static constexpr int kSteps = kBoxes * kBoxBytes / 64;
 };
 
-struct RowsShared {
-  std::size_t ring;      // [warp][stage][box]
-  std::size_t staged;    // activations of a piece
-  std::size_t squares;   // [slice][token]
-  std::size_t partials;  // [1 or 2][slice][token][tile of a warp][row]
-  std::size_t bytes;     // and the barriers
-
-  // Two turns: what one has summed up is added while the next one computes.
-  RowsShared(const Params& p, int products_per_step, int stage_bytes) {
-    const int groups = (p.tokens + 7) / 8;
-    ring = static_cast<std::size_t>(p.stages * kWarps * stage_bytes);
-    staged = static_cast<std::size_t>(p.piece_steps) * static_cast<std::size_t>(products_per_step) *
-             static_cast<std::size_t>(groups) * 32 * sizeof(uint4);
-    squares = static_cast<std::size_t>(kRowsCluster * 8 * groups) * sizeof(float);
-    partials = static_cast<std::size_t>(p.turns > 1 ? 2 : 1) *
-               static_cast<std::size_t>(kRowsCluster * 8 * groups * p.warp_tiles * kTileRows) *
-               sizeof(float);
-    bytes = kRowsAlign + ring + staged + squares + partials +
-            static_cast<std::size_t>(p.stages * kWarps + 2) * sizeof(std::uint64_t);
-  }
-};
+// Shared memory: [warp][stage][box] of weights, activations of a piece, squares [slice][token],
+// sums [slice][token][tile of a warp][row] (of two turns: what one has summed up is added while the
+// next one computes), barriers.
+inline std::size_t rows_shared_bytes(const Params& p, int products_per_step, int stage_bytes) {
+  const int tokens = (p.tokens + 7) / 8 * 8;
+  const int ring = p.stages * kWarps * stage_bytes;
+  const int staged =
+      p.piece_steps * products_per_step * tokens * 4 * static_cast<int>(sizeof(uint4));
+  const int sums = (p.turns > 1 ? 2 : 1) * p.warp_tiles * kTileRows;
+  const int floats = kRowsCluster * tokens * (1 + sums);
+  const int barriers = p.stages * kWarps + 2;
+  return static_cast<std::size_t>(kBoxAlign + ring + staged) +
+         static_cast<std::size_t>(floats) * sizeof(float) +
+         static_cast<std::size_t>(barriers) * sizeof(std::uint64_t);
+}
 
 // Where the results of a tile's row lie among its eight: a lane's two stand together.
 __device__ __forceinline__ constexpr int result_place(int row) { return row % 4 * 2 + row / 4; }
@@ -60,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
   const Params& p = params.p;
   extern __shared__ __align__(16) unsigned char unaligned[];
   unsigned char* memory =
-      unaligned + (kRowsAlign - shared_address(unaligned) % kRowsAlign) % kRowsAlign;
+      unaligned + (kBoxAlign - shared_address(unaligned) % kBoxAlign) % kBoxAlign;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int groups = (p.tokens + 7) / 8;
