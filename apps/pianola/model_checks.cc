@@ -102,6 +102,7 @@ class Checker {
 
   CheckReport run() {
     check_main_engine();
+    check_routed_scores();
     check_executors();
     check_against();
     return std::move(report_);
@@ -292,10 +293,59 @@ class Checker {
     if (!input_.empty()) {
       return add(skipped("score() = what the steps said", "it has no input for an encoder"));
     }
-    const std::vector<float> scores = engine.score(sequence(0));
-    const auto answer = std::span(scores).subspan(prompts_[0].size() - 1);
-    add(compare_within("score() = what the steps said", answer, stepped_[0].logprobs,
-                       chunk_bar(options_.engine.backend)));
+    const std::string name = "score() = what the steps said";
+    const std::vector<TokenId> tokens = sequence(0);
+    const std::vector<float> scores = engine.score(tokens);
+    ModelCheck check = compare_scores(name, scores, options_.engine.backend);
+    if (!check.failed() || !std::isfinite(*check.difference) || !chooses_in_chunks(engine)) {
+      return add(std::move(check));
+    }
+    // Other experts, or a fault: check_routed_scores() tells, running the ops of the step in parts.
+    own_choices_ = *check.difference;
+    const std::vector<TokenId> targets(tokens.begin() + 1, tokens.end());
+    const Trace whole{targets, scores};
+    const Trace parts{targets, EngineAudit::score(engine, tokens).logprobs};
+    add(compare_bits("score() router by router = score()", {&parts, 1}, {&whole, 1}));
+  }
+
+  ModelCheck compare_scores(std::string name, std::span<const float> scores,
+                            std::string_view backend) const {
+    return compare_within(std::move(name), scores.subspan(prompts_[0].size() - 1),
+                          stepped_[0].logprobs, chunk_bar(backend));
+  }
+
+  // Whether scores come from steps that round otherwise than those of the decode class, in a model
+  // whose routers can take that for another choice.
+  bool chooses_in_chunks(const Engine& engine) const {
+    const EngineOptions& e = options_.engine;
+    const ExpertsConfig& experts = model_.causal()->config().experts;
+    const auto chunk = std::min(sequence(0).size(), static_cast<std::size_t>(engine.chunk()));
+    return e.backend == "cuda" && !e.batch_invariant && chunk > kDecodeTokens &&
+           experts.num_experts > experts.num_experts_per_tok;
+  }
+
+  // With routers, rounding is no small difference: another expert is another function. So a chunk
+  // in the order of the decode class, whose routers choose what those of the steps chose, has to
+  // say what the steps said; and a chunk as prompts are computed has to, with the same choices.
+  void check_routed_scores() {
+    if (!own_choices_) return;
+    EngineOptions exact_options = options_.engine;
+    exact_options.batch_invariant = true;
+    const RoutedScores exact = routed_scores(exact_options, {});
+    // In one order of summation, as on a CPU, whatever the chunk.
+    add(compare_scores("score() in one order = what the steps said", exact.logprobs, "cpu"));
+    const RoutedScores same = routed_scores(options_.engine, exact.routes);
+    ModelCheck check = compare_scores("score() with the experts of the steps = what the steps said",
+                                      same.logprobs, options_.engine.backend);
+    check.detail += fmt::format(
+        "; {} of {} tokens would go to other experts, and with them the largest is {:.3g}",
+        same.tokens_elsewhere, same.logprobs.size(), *own_choices_);
+    add(std::move(check));
+  }
+
+  RoutedScores routed_scores(const EngineOptions& options, const Routes& routes) const {
+    Engine engine = make(options);
+    return EngineAudit::score(engine, sequence(0), routes);
   }
 
   void check_counters(Engine& engine, const EngineCounters& before) {
@@ -456,7 +506,8 @@ class Checker {
   std::array<std::vector<TokenId>, kRows> prompts_;
   std::vector<TokenId> input_;  // of an encoder; empty: there is none
   int tokens_ = 0;
-  Traces stepped_;  // what everything else is compared with
+  Traces stepped_;                     // what everything else is compared with
+  std::optional<double> own_choices_;  // how far score() is, where experts may be why
   bool usable_ = true;
   CheckReport report_;
 };

@@ -93,6 +93,8 @@ class Program {
   virtual ~Program() = default;
   // Runs one round over the tables in StepState. Runs no model code and allocates nothing.
   virtual void replay() = 0;
+  // The ops [first, last) of a round. All of them in order are replay(): for who looks between two.
+  virtual void replay_ops(std::size_t first, std::size_t last) = 0;
 
   // Rounds until every lane has stopped, stop() was called, the ring may overflow, or max_rounds
   // is reached; only for a step that feeds itself (counts->feed). begin() returns at once. wait()

@@ -136,9 +136,10 @@ int Engine::Impl::require_pages(int rounds) {
 void Engine::Impl::replay(StepVariant variant) {
   guarded([&] {
     require_pages(1);
-    Program& program = *write_tables(variant).program;
+    const ProgramCache::Entry& entry = write_tables(variant);
     rows->has_rolled_back();
-    program.replay();
+    if (audited_replay) return audited_replay(entry);
+    entry.program->replay();
   });
   ++counters.steps;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/check.h"
 #include "engine/engine_impl.h"
 
 namespace pianola {
@@ -118,7 +119,85 @@ void fill_state(const Target& target, const StateView& view, int slot, int lengt
   }
 }
 
+// Whether two routings of a token name the same experts, in whatever order: as a sum they are the
+// same.
+bool same_experts(std::span<const float> a, std::span<const float> b) {
+  const auto top_k = static_cast<std::ptrdiff_t>(a.size() / 2);
+  return std::is_permutation(a.begin(), a.begin() + top_k, b.begin(), b.begin() + top_k);
+}
+
+// Replays a Program router by router.
+class RouteWatch {
+ public:
+  RouteWatch(Backend& backend, std::byte* workspace, const Routes& imposed, RoutedScores& result)
+      : backend_(backend), workspace_(workspace), imposed_(imposed), result_(result) {}
+
+  void replay(const ProgramCache::Entry& entry, std::size_t tokens) {
+    const std::vector<Op>& ops = entry.plan->ops;
+    const std::vector<std::size_t> offsets = plan_workspace(*entry.plan).offsets;
+    std::vector<bool> elsewhere(tokens);
+    std::size_t first = 0;
+    for (std::size_t i = 0; i < ops.size(); ++i) {
+      const auto* route = std::get_if<RouteOp>(&ops[i]);
+      if (!route) continue;
+      entry.program->replay_ops(first, i + 1);
+      first = i + 1;
+      const auto width = static_cast<std::size_t>(entry.plan->buffer(route->out).width);
+      std::vector<float> routes(tokens * width);
+      std::byte* at = workspace_ + offsets[static_cast<std::size_t>(route->out.index)];
+      const std::size_t bytes = routes.size() * sizeof(float);
+      backend_.read(routes.data(), at, bytes);
+      if (!imposed_.empty()) {
+        impose(routes, width, elsewhere);
+        backend_.write(at, routes.data(), bytes);
+      }
+      result_.routes.push_back(std::move(routes));
+    }
+    entry.program->replay_ops(first, ops.size());
+    result_.tokens_elsewhere +=
+        static_cast<int>(std::count(elsewhere.begin(), elsewhere.end(), true));
+  }
+
+ private:
+  void impose(std::vector<float>& routes, std::size_t width, std::vector<bool>& elsewhere) const {
+    const std::size_t index = result_.routes.size();
+    PIANOLA_CHECK(index < imposed_.size() && imposed_[index].size() == routes.size(),
+                  "routes of other steps");
+    for (std::size_t t = 0; t < elsewhere.size(); ++t) {
+      const std::span<const float> want = std::span(imposed_[index]).subspan(t * width, width);
+      const std::span<float> own = std::span(routes).subspan(t * width, width);
+      if (same_experts(own, want)) continue;
+      std::copy(want.begin(), want.end(), own.begin());
+      elsewhere[t] = true;
+    }
+  }
+
+  Backend& backend_;
+  std::byte* workspace_;
+  const Routes& imposed_;
+  RoutedScores& result_;
+};
+
 }  // namespace
+
+RoutedScores EngineAudit::score(Engine& engine, std::span<const std::int32_t> tokens,
+                                const Routes& routes) {
+  Engine::Impl& e = *engine.impl_;
+  e.settle();
+  RoutedScores result;
+  RouteWatch watch(*e.backend, e.work_memory->data(), routes, result);
+  e.audited_replay = [&e, &watch](const ProgramCache::Entry& entry) {
+    watch.replay(entry, static_cast<std::size_t>(e.lanes.front().tokens));
+  };
+  try {
+    result.logprobs = engine.score(tokens);
+  } catch (...) {
+    e.audited_replay = nullptr;
+    throw;
+  }
+  e.audited_replay = nullptr;
+  return result;
+}
 
 void EngineAudit::poison(Engine& engine) {
   engine.impl_->settle();  // lengths are final then

@@ -2,11 +2,29 @@
 //
 //   EngineAudit::poison(engine);      // NaN wherever no token is
 //   engine.step();                    // gives the same bits as without
+//
+//   RoutedScores exact = EngineAudit::score(one, tokens);           // and what its routers chose
+//   RoutedScores other = EngineAudit::score(two, tokens, exact.routes);
 #pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
 
 #include "pianola/engine.h"
 
 namespace pianola {
+
+// What the routers of a score() gave, one RouteOp after the other in the order they ran:
+// [tokens, 2 * top_k] each, as the op writes it.
+using Routes = std::vector<std::vector<float>>;
+
+struct RoutedScores {
+  std::vector<float> logprobs;
+  Routes routes;
+  // With routes of another: tokens of which a router chose another set of experts.
+  int tokens_elsewhere = 0;
+};
 
 class EngineAudit {
  public:
@@ -19,6 +37,13 @@ class EngineAudit {
   static void poison_slot(Engine& engine, int slot, int first);
   static void poison_inputs(Engine& engine);
   static void poison_activations(Engine& engine);
+
+  // score(), looking at the routers. A choice of experts is a jump: a difference in the last bits
+  // of a score makes another function of the model, so that engines which round differently can be
+  // compared only where the choices are the same. With `routes`, of an engine of the same model and
+  // options but for executors, a token that would go to other experts goes to those.
+  static RoutedScores score(Engine& engine, std::span<const std::int32_t> tokens,
+                            const Routes& routes = {});
 };
 
 }  // namespace pianola

@@ -1,6 +1,7 @@
 // What an Engine holds. Apart from engine.cc so that tests can look at addresses and caches.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -47,6 +48,8 @@ struct Engine::Impl {
   bool healthy = true;
   int step_tokens = 0;  // most tokens in one step that samples
   int next_prompt = 0;  // the row whose prompt is served first: they take turns
+  // Replays a Program in steps of its own, while an audit looks between the ops.
+  std::function<void(const ProgramCache::Entry&)> audited_replay;
 
   void allocate();
   void bind();

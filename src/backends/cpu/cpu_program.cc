@@ -71,15 +71,15 @@ float* CpuProgram::rope_rows(const Rope& rope) const {
                         static_cast<std::size_t>(rope_index(rope)) * layout_.rope_bytes);
 }
 
-void CpuProgram::replay() {
+void CpuProgram::replay_ops(std::size_t first, std::size_t last) {
   // In front of the workers: what each of them begins with follows from it.
-  const auto* rollback = std::get_if<RollbackOp>(&bound_.plan().ops.front());
+  const auto* rollback = std::get_if<RollbackOp>(&bound_.plan().ops[first]);
   if (rollback) reference::run(*rollback, bound_);
-  pool_.run([this](int index, int count) {
+  pool_.run([this, first, last](int index, int count) {
     const Worker w{index, count};
-    begin_step(w);
-    for (const Op& op : bound_.plan().ops) {
-      std::visit([this, w](const auto& o) { execute(o, w); }, op);
+    if (first == 0) begin_step(w);
+    for (std::size_t i = first; i < last; ++i) {
+      std::visit([this, w](const auto& o) { execute(o, w); }, bound_.plan().ops[i]);
     }
   });
 }

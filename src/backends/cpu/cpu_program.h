@@ -22,7 +22,8 @@ class CpuProgram final : public Program {
  public:
   CpuProgram(const Plan& plan, const Binding& binding, Isa isa, ThreadPool& pool);
 
-  void replay() override;
+  void replay() override { replay_ops(0, bound_.plan().ops.size()); }
+  void replay_ops(std::size_t first, std::size_t last) override;
   void begin(int max_rounds) override { rounds_.begin(bound_.state(), max_rounds); }
   std::optional<RunResult> wait() override { return rounds_.next(*this, bound_.state()); }
   void stop() override { *bound_.state().yield = 1; }

@@ -46,6 +46,7 @@ class CudaProgram final : public Program {
   ~CudaProgram() override;
 
   void replay() override;
+  void replay_ops(std::size_t first, std::size_t last) override;
   void begin(int max_rounds) override;
   std::optional<RunResult> wait() override;
   void stop() override;

@@ -15,9 +15,10 @@ class ReferenceProgram final : public Program {
  public:
   ReferenceProgram(const Plan& plan, const Binding& binding) : bound_(plan, binding) {}
 
-  void replay() override {
-    for (const Op& op : bound_.plan().ops) {
-      std::visit([this](const auto& o) { run(o, bound_); }, op);
+  void replay() override { replay_ops(0, bound_.plan().ops.size()); }
+  void replay_ops(std::size_t first, std::size_t last) override {
+    for (; first < last; ++first) {
+      std::visit([this](const auto& o) { run(o, bound_); }, bound_.plan().ops[first]);
     }
   }
   void begin(int max_rounds) override { rounds_.begin(bound_.state(), max_rounds); }

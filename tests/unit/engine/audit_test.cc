@@ -1,8 +1,9 @@
 // What `pianola check` asks of an engine: poison reaches all that holds no token and nothing else,
-// and the support matrix says what loading would say.
+// routers can be watched and overruled, and the support matrix says what loading would say.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "engine/engine_audit.h"
@@ -73,6 +74,116 @@ TEST(EngineAudit, PoisonReachesAllThatHoldsNoToken) {
                 static_cast<std::ptrdiff_t>(work.size()));
     }
   }
+}
+
+// Models with routers: all experts, some layers dense, a shared expert with state layers.
+constexpr const char* kRouted[] = {"qwen3_moe/all", "qwen3_moe/some", "qwen3_next/experts"};
+
+Engine routed_engine(const char* model, const char* backend, int chunk) {
+  EngineOptions options = {.backend = backend, .threads = 2, .max_seq_len = 64};
+  options.chunk = chunk;
+  options.cache_type = "f32";
+  options.score = true;
+  return Engine(CausalModel::open(golden_folder() / model / "hf"), options);
+}
+
+std::vector<TokenId> routed_tokens() {
+  std::vector<TokenId> tokens;
+  for (int i = 0; i < 40; ++i) tokens.push_back((i * 37 + 11) % 100);
+  return tokens;
+}
+
+// Every router: its experts, and how many of them a token gets.
+std::vector<std::pair<int, int>> routers_of(Engine& engine) {
+  std::vector<std::pair<int, int>> routers;
+  const auto& e = EngineTestAccess::impl(engine);
+  const ModelTables tables = e.model->tables(64);
+  const ProgramCache::Entry* entry =
+      e.programs->find({.tokens = 1, .lanes = 1, .logit_rows = 1}, StepVariant::kScore);
+  for (const Op& op : entry->plan->ops) {
+    const auto* route = std::get_if<RouteOp>(&op);
+    if (!route) continue;
+    const WeightDecl& router = tables.weights[static_cast<std::size_t>(route->weight.index)];
+    routers.emplace_back(static_cast<int>(router.rows), route->top_k);
+  }
+  return routers;
+}
+
+TEST(EngineAudit, WatchingRoutersChangesNothing) {
+  for (const char* model : kRouted) {
+    for (const char* backend : {"reference", "cpu"}) {
+      SCOPED_TRACE(std::string(model) + " " + backend);
+      Engine engine = routed_engine(model, backend, 16);
+      const std::vector<TokenId> tokens = routed_tokens();
+      const std::vector<float> want = engine.score(tokens);
+      const RoutedScores watched = EngineAudit::score(engine, tokens);
+      EXPECT_EQ(watched.logprobs, want);
+      EXPECT_EQ(watched.tokens_elsewhere, 0);
+      const auto routers = routers_of(engine);
+      ASSERT_GT(routers.size(), 0U);
+      ASSERT_EQ(watched.routes.size(), 3 * routers.size());  // 39 tokens in chunks of 16
+      for (std::size_t i = 0; i < watched.routes.size(); ++i) {
+        const auto [experts, top_k] = routers[i % routers.size()];
+        const std::size_t width = 2 * static_cast<std::size_t>(top_k);
+        const std::vector<float>& routes = watched.routes[i];
+        ASSERT_EQ(routes.size(), width * (i / routers.size() < 2 ? 16 : 7));
+        for (std::size_t at = 0; at < routes.size(); ++at) {
+          if (at % width >= static_cast<std::size_t>(top_k)) continue;  // a weight
+          EXPECT_EQ(routes[at], std::floor(routes[at]));
+          EXPECT_GE(routes[at], 0);
+          EXPECT_LT(routes[at], experts);
+        }
+      }
+      const RoutedScores again = EngineAudit::score(engine, tokens, watched.routes);
+      EXPECT_EQ(again.logprobs, want);
+      EXPECT_EQ(again.tokens_elsewhere, 0);
+      EXPECT_EQ(engine.score(tokens), want) << "after an audit";
+    }
+  }
+}
+
+float largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
+  float largest = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(a[i] - b[i]));
+  return largest;
+}
+
+// Where a token goes to other experts than its own, another function is computed, and it is the
+// same one whoever computes it.
+TEST(EngineAudit, RoutersCanBeOverruled) {
+  for (const char* model : kRouted) {
+    SCOPED_TRACE(model);
+    Engine reference = routed_engine(model, "reference", 40);
+    Engine cpu = routed_engine(model, "cpu", 40);
+    const std::vector<TokenId> tokens = routed_tokens();
+    const RoutedScores own = EngineAudit::score(reference, tokens);
+    const auto routers = routers_of(reference);
+    Routes other = own.routes;  // every second token, of every router that has a choice
+    for (std::size_t i = 0; i < other.size(); ++i) {
+      const auto [experts, top_k] = routers[i];
+      const std::size_t width = 2 * static_cast<std::size_t>(top_k);
+      for (std::size_t at = 0; experts > top_k && at < other[i].size(); ++at) {
+        if (at % width >= static_cast<std::size_t>(top_k) || at / width % 2 == 0) continue;
+        other[i][at] = static_cast<float>((static_cast<int>(other[i][at]) + 1) % experts);
+      }
+    }
+    const RoutedScores want = EngineAudit::score(reference, tokens, other);
+    const RoutedScores got = EngineAudit::score(cpu, tokens, other);
+    // Of 39 tokens 19; the first is not among them, so nothing changes for it.
+    EXPECT_GE(want.tokens_elsewhere, 19);
+    EXPECT_EQ(want.logprobs[0], own.logprobs[0]);
+    EXPECT_GT(largest_difference(want.logprobs, own.logprobs), 0.01F);
+    EXPECT_LT(largest_difference(want.logprobs, got.logprobs), 0.001F);
+  }
+}
+
+TEST(EngineAudit, RoutesOfOtherStepsAreRefused) {
+  Engine one = routed_engine("qwen3_moe/all", "reference", 40);
+  Engine two = routed_engine("qwen3_moe/all", "reference", 16);
+  const Routes routes = EngineAudit::score(one, routed_tokens()).routes;
+  const std::vector<float> want = two.score(routed_tokens());
+  EXPECT_THROW(EngineAudit::score(two, routed_tokens(), routes), Error);
+  EXPECT_EQ(two.score(routed_tokens()), want);
 }
 
 TEST(SupportMatrix, SaysWhatLoadingSays) {
