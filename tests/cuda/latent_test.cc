@@ -121,6 +121,8 @@ LayerCacheView view_of(const Shape& shape, std::byte* keys) {
   view.latent = true;
   view.key_slot_bytes = cache_slot_bytes(shape.dtype, kCapacity, 1, shape.key_dim());
   view.keys = keys;
+  view.value_slot_bytes = view.key_slot_bytes;
+  view.values = keys;
   return view;
 }
 
