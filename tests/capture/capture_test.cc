@@ -37,11 +37,13 @@ void PrintTo(const Case& c, std::ostream* out) {
 std::vector<Case> cases() {
   // CMake says which backends this program tests: those of any machine, or the one of a GPU.
   if (std::string_view(PIANOLA_TEST_BACKENDS) == "cuda") {
-    return {{"cuda", "", "f32"},        {"cuda", "", "f16"},         {"cuda", "", "q8_0"},
-            {"cuda", "", "q4_0"},       {"cuda", "", "window"},      {"cuda", "", "experts"},
-            {"cuda", "", "shared"},     {"cuda", "", "hybrid"},      {"cuda", "", "exact"},
-            {"cuda", "", "ssm"},        {"cuda", "", "f32", "int8"}, {"cuda", "", "window", "int8"},
-            {"cuda", "", "f32", "fp8"}, {"cuda", "", "shared_kv"}};
+    return {
+        {"cuda", "", "f32"},           {"cuda", "", "f16"},         {"cuda", "", "q8_0"},
+        {"cuda", "", "q4_0"},          {"cuda", "", "window"},      {"cuda", "", "experts"},
+        {"cuda", "", "shared"},        {"cuda", "", "hybrid"},      {"cuda", "", "exact"},
+        {"cuda", "", "ssm"},           {"cuda", "", "f32", "int8"}, {"cuda", "", "window", "int8"},
+        {"cuda", "", "f32", "fp8"},    {"cuda", "", "shared_kv"},   {"cuda", "", "latent"},
+        {"cuda", "", "latent", "int8"}};
   }
   std::vector<Case> all = {{"reference", "", "f32"},         {"reference", "", "window"},
                            {"reference", "", "experts"},     {"reference", "", "hybrid"},

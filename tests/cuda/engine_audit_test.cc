@@ -76,12 +76,14 @@ GraphImage capture(const StepKernels& kernels, cudaStream_t stream, bool loop) {
   return read_graph(graph.body());
 }
 
-// A form of the llama, or a model with an encoder.
+// A form of the llama, a model with an encoder, or one with latent attention.
 class GraphAudit : public testing::TestWithParam<const char*> {
  protected:
   static bool has_encoder() { return std::string_view(GetParam()).starts_with("t5_"); }
   static std::shared_ptr<const CausalModel> model() {
-    return has_encoder() ? tiny_t5(std::string(GetParam()).substr(3)) : tiny_llama(GetParam());
+    const std::string name = GetParam();
+    if (name.starts_with("deepseek_")) return tiny_deepseek(name.substr(9));
+    return has_encoder() ? tiny_t5(name.substr(3)) : tiny_llama(name);
   }
   static std::vector<TokenId> text(int seed, int length) {
     return prompt(seed, length, has_encoder() ? 128 : kVocab);
@@ -179,7 +181,8 @@ TEST_P(GraphAudit, DependentLaunchIsInTheEdges) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Forms, GraphAudit,
-                         testing::Values("f32", "f16", "q8_0", "t5_gated", "t5_relu"));
+                         testing::Values("f32", "f16", "q8_0", "t5_gated", "t5_relu", "deepseek_v2",
+                                         "deepseek_v3"));
 
 // The audit itself: it must see what it is there for.
 

@@ -46,6 +46,11 @@ inline std::shared_ptr<const CausalModel> tiny_t5(const std::string& name) {
   return CausalModel::open(golden_folder() / "t5" / name / "hf");
 }
 
+// A tiny DeepSeek: "v2", "v2_lite" or "v3".
+inline std::shared_ptr<const CausalModel> tiny_deepseek(const std::string& name) {
+  return CausalModel::open(golden_folder() / "deepseek" / name / "hf");
+}
+
 inline std::vector<TokenId> prompt(int seed, int length, int vocab = kVocab) {
   std::vector<TokenId> tokens;
   std::uint32_t state = static_cast<std::uint32_t>(seed) * 2654435761U + 1;

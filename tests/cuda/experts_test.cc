@@ -135,6 +135,77 @@ TEST(CudaRoute, EveryScoreIsThatOfTheReference) {
   }
 }
 
+// With a bias that chooses, among the best groups, and with scaled weights: each by itself and all.
+std::vector<LayerShape> choices(int experts, int top_k, int width) {
+  std::vector<LayerShape> all;
+  for (const auto score : {RouteScore::kSoftmax, RouteScore::kSoftmaxOfChosen, RouteScore::kSigmoid,
+                           RouteScore::kSigmoidOfChosen}) {
+    const bool sigmoids = score == RouteScore::kSigmoid || score == RouteScore::kSigmoidOfChosen;
+    for (const RouteGroups groups :
+         {RouteGroups{}, RouteGroups{4, 2, 1}, RouteGroups{4, 3, 2}, RouteGroups{2, 1, 1}}) {
+      for (const bool biased : {false, true}) {
+        if (biased && !sigmoids) continue;
+        all.push_back({.experts = experts,
+                       .top_k = top_k,
+                       .width = width,
+                       .score = score,
+                       .choice_bias = biased,
+                       .groups = groups,
+                       .scale = groups.best == 2 ? 1.0F : 2.5F});
+      }
+    }
+  }
+  return all;
+}
+
+TEST(CudaRoute, SmallChoicesAmongGroupsAreThoseOfTheReference) {
+  for (const LayerShape& shape : choices(12, 3, 40)) {
+    SCOPED_TRACE(route_score_name(shape.score));
+    compare_routes(shape, {1, 5}, kEager);
+    if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+TEST(CudaRoute, ChoicesAmongGroupsAreThoseOfTheReference) {
+  for (LayerShape shape : choices(160, 6, 512)) {
+    SCOPED_TRACE(route_score_name(shape.score));
+    compare_routes(shape, {3, 70});
+    shape.experts = 40;
+    compare_routes(shape, {64});
+    if (testing::Test::HasFatalFailure()) return;
+  }
+  compare_routes({.experts = 256,
+                  .top_k = 8,
+                  .width = 7168,
+                  .score = RouteScore::kSigmoidOfChosen,
+                  .choice_bias = true,
+                  .groups = {8, 4, 2},
+                  .scale = 2.5F},
+                 {1, 64});
+  compare_routes({.experts = 128, .top_k = 4, .width = 64, .groups = {64, 5, 2}}, {9});
+}
+
+TEST(CudaRoute, TiesOfGroupsGoToTheLowerId) {
+  Layer layer({.experts = 48,
+               .top_k = 12,
+               .width = 32,
+               .biases = false,
+               .score = RouteScore::kSigmoid,
+               .groups = {4, 2, 2}});
+  std::vector<std::byte>& router =
+      layer.weights.bytes[static_cast<std::size_t>(layer.router.index)];
+  // Groups 1 and 3 are one, and the experts of group 2 are all the same.
+  constexpr std::size_t kRow = 32 * 4;
+  std::memcpy(router.data() + 36 * kRow, router.data() + 12 * kRow, 12 * kRow);
+  for (std::size_t e = 25; e < 36; ++e) {
+    std::memcpy(router.data() + e * kRow, router.data() + 24 * kRow, kRow);
+  }
+  Machine reference("reference", {}, layer.weights);
+  Machine machine("cuda", {}, layer.weights);
+  const Tokens tokens = layer.tokens(30, 11);
+  expect_routes(machine.run(tokens, layer.routes()), reference.run(tokens, layer.routes()), 12);
+}
+
 TEST(CudaRoute, ChoosesWhatTheReferenceChooses) {
   for (const LayerShape& shape :
        {LayerShape{.experts = 128, .top_k = 8, .width = 2048},
@@ -172,8 +243,8 @@ TEST(CudaRoute, TiesGoToTheLowerId) {
 }
 
 TEST(CudaRoute, NanIsTheSmallestScore) {
-  for (const auto score :
-       {RouteScore::kSoftmax, RouteScore::kSoftmaxOfChosen, RouteScore::kSigmoid}) {
+  for (const auto score : {RouteScore::kSoftmax, RouteScore::kSoftmaxOfChosen, RouteScore::kSigmoid,
+                           RouteScore::kSigmoidOfChosen}) {
     Layer layer({.experts = 6, .top_k = 3, .width = 32, .score = score});
     auto* bias = reinterpret_cast<float*>(
         layer.weights.bytes[static_cast<std::size_t>(layer.router_bias.index)].data());

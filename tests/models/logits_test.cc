@@ -12,7 +12,6 @@
 #include <ostream>
 
 #include "backends/cpu/isa.h"
-#include "expect_error.h"
 #include "models/golden.h"
 #include "models/model.h"
 #include "pianola/engine.h"
@@ -58,14 +57,10 @@ const std::vector<ModelGolden>& goldens() {
   return all;
 }
 
-// Multi-head latent attention, which has no kernels on a GPU.
-bool has_latents(const ModelGolden& golden) { return golden.name.starts_with("deepseek/"); }
-
 std::vector<Case> cases(const std::string& backend, const std::vector<std::string>& isas) {
   std::vector<Case> result;
   for (const std::string& isa : isas) {
     for (std::size_t g = 0; g < goldens().size(); ++g) {
-      if (backend == "cuda" && has_latents(goldens()[g])) continue;
       for (std::size_t f = 0; f < goldens()[g].files.size(); ++f) {
         result.push_back({backend, isa, g, f});
       }
@@ -326,16 +321,6 @@ TEST_P(EightBitCacheTest, IsThatOfTheReference) {
     run_in_pieces(engine, want, {32}, differences);
   }
   expect_within(differences, tolerance_);
-}
-
-TEST(Latents, AreRefusedOnAGpu) {
-  if (std::string_view(PIANOLA_TEST_BACKENDS) != "cuda") GTEST_SKIP() << "no GPU is tested";
-  for (const ModelGolden& golden : goldens()) {
-    if (!has_latents(golden)) continue;
-    const auto model = CausalModel::open(golden.files.at(0).path);
-    expect_error(ErrorCode::kUnsupported, "multi-head latent attention has no kernel",
-                 [&] { Engine(model, {.backend = "cuda", .max_seq_len = 64}); });
-  }
 }
 
 // CMake says which backends this program tests: those of any machine, or the one of a GPU.

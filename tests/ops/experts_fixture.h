@@ -181,6 +181,9 @@ struct LayerShape {
   Activation activation = Activation::kSilu;
   RouteScore score = RouteScore::kSoftmaxOfChosen;
   bool norm_route = true;
+  bool choice_bias = false;
+  RouteGroups groups = {};
+  float scale = 1;
 };
 
 // One layer: a router and experts, and the same experts as matrices of their own.
@@ -192,6 +195,7 @@ struct Layer {
     gate = weights.matrices(s.dtype, s.experts, s.ff, s.width, 100);
     up = weights.matrices(s.dtype, s.experts, s.ff, s.width, 200);
     down = weights.matrices(s.dtype, s.experts, s.width, s.ff, 300);
+    if (s.choice_bias) choice_bias = weights.vector(random_floats(size(s.experts), 7, 0.2F));
     if (!s.biases) return;
     router_bias = weights.vector(random_floats(size(s.experts), 3, 0.3F));
     gate_bias = weights.vector(random_floats(size(s.experts * s.ff), 4));
@@ -227,6 +231,9 @@ struct Layer {
                 .bias = router_bias,
                 .top_k = shape.top_k,
                 .score = shape.score,
+                .choice_bias = choice_bias,
+                .groups = shape.groups,
+                .scale = shape.scale,
                 .out = out});
     return out;
   }
@@ -262,7 +269,7 @@ struct Layer {
   LayerShape shape;
   Weights weights;
   WeightId norm, router, gate, up, down;
-  WeightId router_bias, gate_bias, up_bias, down_bias;
+  WeightId choice_bias, router_bias, gate_bias, up_bias, down_bias;
 };
 
 // Token t of a step as a step of its own.

@@ -6,6 +6,7 @@
 #include "backends/cuda/cuda_error.h"
 #include "backends/cuda/cuda_program.h"
 #include "backends/cuda/kernels/attention_encoder.h"
+#include "backends/cuda/kernels/latent.h"
 #include "backends/cuda/kernels/packed_weight.h"
 #include "backends/cuda/kernels/repack.h"
 #include "backends/cuda/kernels/route.h"
@@ -130,21 +131,14 @@ void refuse_missing_forms(const Plan& plan, const PlanTables& tables) {
   for (const Op& op : plan.ops) {
     if (const auto* attention = std::get_if<AttentionOp>(&op)) {
       const auto layer = static_cast<std::size_t>(attention->cache.index);
-      if (tables.caches.attention[layer].latent) refuse(op, "multi-head latent attention");
+      if (tables.caches.attention[layer].latent && attention->bias) {
+        refuse(op, "a relative position bias over latents");
+      }
       if (attention->bias && !bias_supported(*attention->bias)) {
         refuse(op,
                "a relative position bias that tells apart more than 1,024 distances, or more "
                "than 64 groups of far ones,");
       }
-    } else if (std::holds_alternative<LatentQkvOp>(op)) {
-      refuse(op, "multi-head latent attention");
-    } else if (std::holds_alternative<HeadLinearOp>(op)) {
-      refuse(op, "a matrix for each head");
-    } else if (const auto* route = std::get_if<RouteOp>(&op)) {
-      if (route->choice_bias.valid()) refuse(op, "a bias that chooses experts");
-      if (route->groups.count > 1) refuse(op, "a choice among groups of experts");
-      if (route->scale != 1) refuse(op, "a scale of the experts' weights");
-      if (route->score == RouteScore::kSigmoidOfChosen) refuse(op, "sigmoids over their sum");
     } else if (const auto* experts = std::get_if<ExpertsOp>(&op)) {
       if (experts->activation == Activation::kRelu) refuse(op, "relu");
     }
@@ -181,6 +175,13 @@ void CudaBackend::check(const Plan& plan, const PlanTables& tables) const {
     if (!attention) continue;
     const AttentionSpec& kv =
         tables.caches.attention[static_cast<std::size_t>(attention->cache.index)];
+    if (kv.latent) {
+      if (latent_supported(kv.key_dim, kv.value_dim)) continue;
+      fail(ErrorCode::kUnsupported,
+           "cuda backend: latent attention of layer {}: keys of {} elements with a latent of {} "
+           "have no kernel (multiples of 8, at most {})",
+           attention->cache.index, kv.key_dim, kv.value_dim, kMaxLatentKeyDim);
+    }
     if (!attention_supported(attention->heads, kv.kv_heads, kv.key_dim, kv.value_dim)) {
       fail(
           ErrorCode::kUnsupported,

@@ -1,5 +1,6 @@
 // Attention as launches: which kernel, and what it is told.
 #include "backends/cuda/kernels/attention_encoder.h"
+#include "backends/cuda/kernels/latent.h"
 #include "backends/cuda/step_kernels.h"
 
 namespace pianola::cuda {
@@ -89,7 +90,9 @@ AttentionArgs StepKernels::attention_args(const AttentionOp& op) const {
 
 void StepKernels::run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const {
   const AttentionArgs args = attention_args(op);
-  if (takes_encoder_kernel(op)) {
+  if (args.cache.latent) {
+    attend_latent(args, l);
+  } else if (takes_encoder_kernel(op)) {
     EncoderAttentionArgs encoder{.attention = args, .bias = {}};
     if (op.bias) encoder.bias = bias_steps(*op.bias, bound_.vector(op.bias->table));
     attend_encoder(encoder, l);

@@ -63,7 +63,7 @@ void StepKernels::run(const RouteOp& op, std::size_t, const Launch& l) const {
   args.scores = scratch<float>(layout_.experts);
   args.state = bound_.state();
   args.tokens = tokens();
-  route(args, l);
+  route(args, l, {.bias = bound_.vector(op.choice_bias), .groups = op.groups, .scale = op.scale});
 }
 
 void StepKernels::run(const ExpertsOp& op, std::size_t, const Launch& l) const {

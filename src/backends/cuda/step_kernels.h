@@ -127,6 +127,9 @@ class StepKernels {
   HeadsArgs query_args(const Op& op) const;
   AttentionArgs attention_args(const AttentionOp& op) const;
   void run(const AttentionOp& op, const HeadsArgs* heads, const Launch& l) const;
+  // Of latents: step_latent.cc.
+  void run(const LatentQkvOp& op, std::size_t index, const Launch& l) const;
+  void run(const HeadLinearOp& op, std::size_t index, const Launch& l) const;
   void run(const GatedMlpOp& op, std::size_t index, const Launch& l) const;
   // Of state layers: step_state.cc. fold_args() is what both rules of folding share.
   template <typename Op>

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backends/cuda/kernels/device.cuh"
+#include "backends/cuda/kernels/route_rank.cuh"
 
 namespace pianola::cuda {
 namespace {
@@ -103,13 +104,6 @@ __global__ void __launch_bounds__(kThreads) score_kernel(RouteArgs args) {
   }
 }
 
-// A NaN counts as the smallest score.
-__device__ __forceinline__ float rank_key(float score) { return isnan(score) ? -INFINITY : score; }
-// Whether expert (key a, id i) is chosen before (b, j).
-__device__ __forceinline__ bool before(float a, int i, float b, int j) {
-  return a > b || (a == b && i < j);
-}
-
 // One warp a token.
 __global__ void __launch_bounds__(32) choose_kernel(RouteArgs args) {
   extern __shared__ float scores[];  // [experts]
@@ -184,7 +178,7 @@ __global__ void __launch_bounds__(32) choose_kernel(RouteArgs args) {
 
 }  // namespace
 
-void route(const RouteArgs& args, const Launch& launch) {
+void route(const RouteArgs& args, const Launch& launch, const RouteChoice& choice) {
   require(args.width % 4 == 0 && args.experts <= kMostExperts, "route: a router without a kernel");
   const int blocks = (args.experts + kRows - 1) / kRows;
   const int rows = std::clamp(2 * launch.sms / blocks, 1, args.tokens);
@@ -193,6 +187,7 @@ void route(const RouteArgs& args, const Launch& launch) {
                 args);
   Launch next = launch;
   next.dependent = launch.dependent_inside;
+  if (!choice.plain(args.score)) return choose_among_groups(args, choice, next);
   launch_kernel(next, "route", choose_kernel, dim3(static_cast<unsigned>(args.tokens)), dim3(32),
                 static_cast<std::size_t>(args.experts) * sizeof(float), args);
 }

@@ -26,7 +26,21 @@ struct RouteArgs {
 // The most experts that one token's choice is made among.
 inline constexpr int kMostExperts = 4096;
 
+// What few routers have besides: RouteOp says what it means.
+struct RouteChoice {
+  const float* bias = nullptr;  // [experts] or null; with a sigmoid score
+  RouteGroups groups;
+  float scale = 1;
+
+  bool plain(RouteScore score) const {
+    return !bias && groups.count == 1 && scale == 1 && score != RouteScore::kSigmoidOfChosen;
+  }
+};
+
 // Products and sums in f32, in an order that depends on the width alone.
-void route(const RouteArgs& args, const Launch& launch);
+void route(const RouteArgs& args, const Launch& launch, const RouteChoice& choice = {});
+
+// Its second kernel where the choice is not a plain one; the scores are computed.
+void choose_among_groups(const RouteArgs& args, const RouteChoice& choice, const Launch& launch);
 
 }  // namespace pianola::cuda
