@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <random>
 #include <string>
@@ -15,7 +14,7 @@
 #include "backends/cache_reach.h"
 #include "backends/reference/ops.h"
 #include "cuda/cuda_fixture.h"
-#include "cuda/state_fixture.h"
+#include "cuda/lane_fixture.h"
 #include "plan/relative_bias.h"
 
 namespace pianola::cuda {
@@ -63,22 +62,18 @@ RelativeBias bias_of(int buckets, int max_distance, bool both_directions) {
           .both_directions = both_directions};
 }
 
-// Tokens of one row in a step; position -1 is masked.
-struct Lane {
-  int row = 0;
-  std::vector<int> positions;
-};
-Lane run_of(int row, int first, int count) {
-  Lane lane{row, std::vector<int>(size_of(count))};
-  std::iota(lane.positions.begin(), lane.positions.end(), first);
-  return lane;
-}
-
 // Rows' inputs: slots that some rows share, and lengths by slot.
 int input_slot(int row) { return (row * 7 + 3) % kRows / 2; }
 int input_length(int row) {
   constexpr int kLengths[] = {0, 1, 63, 64, 65, 128, 150, 7, 16, 17, 192, 100};
   return kLengths[input_slot(row) % 12];
+}
+
+LaneTables tables_of(const std::vector<Lane>& lanes) {
+  return {lanes, kRows, kTokens, [](RowState& state, int row) {
+            state.input_slot = input_slot(row);
+            state.input_length = input_length(row);
+          }};
 }
 
 std::vector<float> random_floats(std::size_t count, std::mt19937& random, float size) {
@@ -150,41 +145,6 @@ class Caches {
   DeviceArray<std::byte> device_keys_, device_values_;
 };
 
-// The tables of a step, on the host and on the device.
-class Tables {
- public:
-  explicit Tables(const std::vector<Lane>& lanes)
-      : state_({.rows = kRows, .max_seq_len = 64, .tokens = kTokens, .lanes = kRows}) {
-    const StepState& s = state_.host;
-    for (int row = 0; row < kRows; ++row) {
-      s.row[row].input_slot = input_slot(row);
-      s.row[row].input_length = input_length(row);
-    }
-    // Padding that looks real but for the counts.
-    std::fill_n(s.position, kTokens, 3);
-    std::fill_n(s.lane_of, kTokens, 0);
-    int lane_index = 0;
-    for (const Lane& lane : lanes) {
-      s.row_of[lane_index] = lane.row;
-      s.first_token[lane_index] = tokens_;
-      for (const int position : lane.positions) {
-        s.position[tokens_] = position;
-        s.lane_of[tokens_++] = lane_index;
-      }
-      s.first_token[++lane_index] = tokens_;
-    }
-    *s.counts = {.tokens = tokens_, .lanes = lane_index};
-    state_.upload();
-  }
-  int tokens() const { return tokens_; }
-  const StepState& host() const { return state_.host; }
-  const StepState& device() const { return state_.device; }
-
- private:
-  MirroredState state_;
-  int tokens_ = 0;
-};
-
 // Slots that a step may touch.
 int slots_of(const Layer& layer, const std::vector<Lane>& lanes) {
   if (layer.holds == CacheHolds::kStep) return static_cast<int>(lanes.size());
@@ -227,7 +187,7 @@ struct Result {
 // Attention over a step of `bucket` tokens.
 Result attend_both(const Layer& layer, const std::vector<Lane>& lanes, int bucket, unsigned seed,
                    bool dependent = false) {
-  const Tables tables(lanes);
+  const LaneTables tables = tables_of(lanes);
   Caches caches(layer, slots_of(layer, lanes));
   fill(layer, lanes, caches);
   caches.upload();
@@ -523,7 +483,7 @@ TEST(FinishHeads, SmallStoresOfInputsAndOfTheStep) {
       for (const Layer& layer : widths(dtype, holds)) {
         SCOPED_TRACE(layer.name());
         const std::vector<Lane> lanes = {run_of(4, 0, 9), {1, {-1, 2}}, run_of(6, 60, 7)};
-        const Tables tables(lanes);
+        const LaneTables tables = tables_of(lanes);
         const int bucket = tables.tokens() + 3;
         std::mt19937 random(3);
         const auto floats = [&](int width) {

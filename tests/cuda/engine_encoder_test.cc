@@ -13,23 +13,6 @@ namespace {
 
 constexpr int kTokens = 128;  // of the vocabulary
 
-struct Executor {
-  const char* name;
-  bool eager;
-  bool dependent;
-  Drive drive;
-};
-
-constexpr Executor kExecutors[] = {
-    {"op by op", true, false, Drive::kStep},
-    {"op by op, dependent launch", true, true, Drive::kStep},
-    {"a graph a step", false, false, Drive::kStep},
-    {"a graph a step, dependent launch", false, true, Drive::kStep},
-    {"loop", false, false, Drive::kLoop},
-    {"loop, dependent launch", false, true, Drive::kLoop},
-    {"streamed loop, dependent launch", false, true, Drive::kStream},
-};
-
 // Inputs on both sides of where a block, a Program and the largest distance end; prompts too.
 std::vector<RowPlan> rows_of(std::size_t count) {
   constexpr int kInputs[] = {150, 1, 63, 64, 65, 129, 17, 300};

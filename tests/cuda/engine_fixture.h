@@ -157,6 +157,24 @@ inline std::vector<std::byte> stored(Engine& engine, int row) {
 
 enum class Drive { kStep, kLoop, kStream };
 
+// Every way to execute a Program.
+struct Executor {
+  const char* name;
+  bool eager;
+  bool dependent;
+  Drive drive;
+};
+
+inline constexpr Executor kExecutors[] = {
+    {"op by op", true, false, Drive::kStep},
+    {"op by op, dependent launch", true, true, Drive::kStep},
+    {"a graph a step", false, false, Drive::kStep},
+    {"a graph a step, dependent launch", false, true, Drive::kStep},
+    {"loop", false, false, Drive::kLoop},
+    {"loop, dependent launch", false, true, Drive::kLoop},
+    {"streamed loop, dependent launch", false, true, Drive::kStream},
+};
+
 inline std::span<const TokenEvent> compute(Engine& engine, Drive drive) {
   if (drive == Drive::kStep) return engine.step();
   return drive == Drive::kLoop ? engine.run(1 << 20) : engine.stream();

@@ -70,23 +70,6 @@ std::vector<Scenario> scenarios() {
   };
 }
 
-struct Executor {
-  const char* name;
-  bool eager;
-  bool dependent;
-  Drive drive;
-};
-
-constexpr Executor kExecutors[] = {
-    {"op by op", true, false, Drive::kStep},
-    {"op by op, dependent launch", true, true, Drive::kStep},
-    {"a graph a step", false, false, Drive::kStep},
-    {"a graph a step, dependent launch", false, true, Drive::kStep},
-    {"loop", false, false, Drive::kLoop},
-    {"loop, dependent launch", false, true, Drive::kLoop},
-    {"streamed loop, dependent launch", false, true, Drive::kStream},
-};
-
 class CudaEngine : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override { model_ = tiny_llama(GetParam()); }

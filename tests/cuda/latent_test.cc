@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <random>
 #include <string>
 
 #include "backends/reference/ops.h"
 #include "cuda/cuda_fixture.h"
-#include "cuda/state_fixture.h"
+#include "cuda/lane_fixture.h"
 #include "expect_error.h"
 #include "ops/experts_fixture.h"
 
@@ -53,16 +52,6 @@ std::vector<Shape> shapes(DType dtype) {
           {.dtype = dtype, .heads = 1, .latent = 640, .turned = 128, .plain = 8}};
 }
 
-// Tokens of one row in a step; position -1 is masked.
-struct Lane {
-  int row = 0;
-  std::vector<int> positions;
-};
-Lane run_of(int row, int first, int count) {
-  Lane lane{row, std::vector<int>(size_of(count))};
-  std::iota(lane.positions.begin(), lane.positions.end(), first);
-  return lane;
-}
 std::vector<Lane> small_lanes() {
   return {run_of(2, 62, 4), {1, {-1, 0}}, {5, {-1}}, {0, {127}}, {7, {64, -1}}, {9, {15}}};
 }
@@ -79,37 +68,6 @@ std::vector<float> numbers_of(const std::vector<Lane>& lanes, int width, unsigne
   }
   return all;
 }
-
-// The tables of a step, on the host and on the device.
-class Tables {
- public:
-  explicit Tables(const std::vector<Lane>& lanes)
-      : state_({.rows = kRows, .max_seq_len = 64, .tokens = kTokens, .lanes = kRows}) {
-    const StepState& s = state_.host;
-    // Padding that looks real but for the counts.
-    std::fill_n(s.position, kTokens, 3);
-    std::fill_n(s.lane_of, kTokens, 0);
-    int lane_index = 0;
-    for (const Lane& lane : lanes) {
-      s.row_of[lane_index] = lane.row;
-      s.first_token[lane_index] = tokens_;
-      for (const int position : lane.positions) {
-        s.position[tokens_] = position;
-        s.lane_of[tokens_++] = lane_index;
-      }
-      s.first_token[++lane_index] = tokens_;
-    }
-    *s.counts = {.tokens = tokens_, .lanes = lane_index};
-    state_.upload();
-  }
-  int tokens() const { return tokens_; }
-  const StepState& host() const { return state_.host; }
-  const StepState& device() const { return state_.device; }
-
- private:
-  MirroredState state_;
-  int tokens_ = 0;
-};
 
 LayerCacheView view_of(const Shape& shape, std::byte* keys) {
   LayerCacheView view;
@@ -204,7 +162,7 @@ struct Stored {
 };
 
 Stored store_both(const Shape& s, const std::vector<Lane>& lanes, int bucket, unsigned seed) {
-  const Tables tables(lanes);
+  const LaneTables tables(lanes, kRows, kTokens);
   const auto live = size_of(tables.tokens());
   const int q_width = s.heads * (s.plain + s.turned);
   const int out_width = s.heads * s.key_dim();
@@ -349,7 +307,7 @@ struct Result {
 
 Result attend_both(const Shape& s, const std::vector<Lane>& lanes, int bucket, unsigned seed,
                    bool dependent = false) {
-  const Tables tables(lanes);
+  const LaneTables tables(lanes, kRows, kTokens);
   Cache cache(s);
   for (const Lane& lane : lanes) {
     const int last = *std::max_element(lane.positions.begin(), lane.positions.end());
