@@ -301,7 +301,7 @@ class Checker {
       return add(std::move(check));
     }
     // Other experts, or a fault: check_routed_scores() tells, running the ops of the step in parts.
-    own_choices_ = *check.difference;
+    own_choices_ = check.difference;
     const std::vector<TokenId> targets(tokens.begin() + 1, tokens.end());
     const Trace whole{targets, scores};
     const Trace parts{targets, EngineAudit::score(engine, tokens).logprobs};

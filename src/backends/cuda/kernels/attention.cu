@@ -156,8 +156,8 @@ FinishKernel finish_kernel_of(DType dtype, int dim) {
   }
 }
 
-// Thread blocks that share an item: as many as the device holds at once, but a few, as tokens of one
-// step may differ much in length, and two where there are many items.
+// Thread blocks that share an item: as many as the device holds at once, but a few, as tokens of
+// one step may differ much in length, and two where there are many items.
 constexpr int kFewBlocks = 4;
 int log_cluster_of(int items, int sms) {
   int log = 4;
