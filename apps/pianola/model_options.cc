@@ -62,8 +62,6 @@ void add_engine_options(Command command, ModelOptions& options) {
   flag("--dependent-launch,!--no-dependent-launch", engine.dependent_launch,
        "cuda: let a kernel start while the one before it ends. Default: on",
        "PIANOLA_DEPENDENT_LAUNCH");
-  flag("--persistent", engine.persistent,
-       "cuda: the layers of a decode step as one kernel, where there is one", "PIANOLA_PERSISTENT");
   flag(
       "--batch-invariant", engine.batch_invariant,
       "cuda: prompts in the order of decoding: slower, any chunking gives the same bits, as on the "

@@ -63,7 +63,6 @@ struct EngineOptions {
   bool eager = false;            // op by op instead of a captured graph
   bool check_each = false;       // with eager: wait for each op, and name the one that failed
   bool dependent_launch = true;  // let a kernel start while the one before it ends
-  bool persistent = false;       // the layers of a decode step as one kernel, where there is one
   bool batch_invariant = false;  // prompts in the order of summation of decoding: slower, and any
                                  // chunking gives the same bits, as always on the other backends
   std::function<void(const LoadProgress&)> on_progress;

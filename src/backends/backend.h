@@ -196,7 +196,6 @@ struct BackendOptions {
   bool eager = false;            // op by op instead of a captured graph
   bool check_each = false;       // with eager: wait for each op and name the one that failed
   bool dependent_launch = true;  // let a kernel start while the one before it ends
-  bool persistent = false;       // the layers of a decode step as one kernel, where there is one
   bool batch_invariant = false;  // prompts in the order of summation of decoding: slower. The other
                                  // backends always have one order
 };

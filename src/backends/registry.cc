@@ -26,7 +26,6 @@ void refuse_without_effect(std::string_view name, const BackendOptions& options)
     if (options.eager) refuse("eager", kWhy);
     if (options.check_each) refuse("check_each", kWhy);
     if (!options.dependent_launch) refuse("no dependent_launch", kWhy);
-    if (options.persistent) refuse("persistent", kWhy);
   } else if (options.check_each && !options.eager) {
     refuse("check_each without eager", "a captured step is launched as a whole; set eager as well");
   }

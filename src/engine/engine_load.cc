@@ -16,7 +16,6 @@ BackendOptions backend_options(const EngineOptions& options) {
           .eager = options.eager,
           .check_each = options.check_each,
           .dependent_launch = options.dependent_launch,
-          .persistent = options.persistent,
           .batch_invariant = options.batch_invariant};
 }
 

@@ -37,7 +37,6 @@ struct Stack {
   std::size_t page_bytes = 0;    // of the host; not 0: what no page was required for is not touched
   int max_seq_len = kMaxSeqLen;  // more: no row gets there, and slots have pages of their own
   bool eager = false;
-  bool persistent = false;
   int pages = 0;  // that the keys of a layer, or its values, may take; 0: all that rows ask for
 
   bool on_gpu() const { return backend == "cuda"; }
@@ -137,11 +136,10 @@ inline const std::vector<Stack>& stacks() {
        .cache_type = "f16",
        .rollback_depth = 4,
        .eager = true},
-      {.name = "persistent",  // its heads are of a size that the one kernel takes
+      {.name = "heads64",  // of a size that the kernels of one token take
        .backend = "cuda",
        .model = "llama/heads64",
-       .cache_type = "f16",
-       .persistent = true}};
+       .cache_type = "f16"}};
   return tests_gpu() ? of_a_gpu : of_any_machine;
 }
 
@@ -159,7 +157,6 @@ inline EngineOptions engine_options(const Stack& stack) {
           .checkpoints = stack.checkpoints,
           .logits = true,
           .eager = stack.eager,
-          .persistent = stack.persistent,
           .batch_invariant = true};
 }
 

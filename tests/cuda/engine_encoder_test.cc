@@ -148,18 +148,6 @@ TEST_P(CudaEncoder, AnInputIsALaunch) {
   }
 }
 
-// What a persistent step has no part for runs as kernels of their own.
-TEST_P(CudaEncoder, APersistentStepGivesTheSameBits) {
-  const std::vector<RowPlan> plans = rows_of(2);
-  Engine engine(model_, options(2));
-  const std::vector<RowTrace> expected = play(engine, plans, Drive::kLoop);
-  EngineOptions own = options(2);
-  own.persistent = true;
-  Engine other(model_, own);
-  const std::vector<RowTrace> traces = play(other, plans, Drive::kLoop);
-  for (std::size_t i = 0; i < 2; ++i) EXPECT_EQ(difference(traces[i], expected[i]), "") << i;
-}
-
 INSTANTIATE_TEST_SUITE_P(Models, CudaEncoder, testing::Values("gated", "relu"));
 
 }  // namespace

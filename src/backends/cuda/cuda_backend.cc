@@ -20,8 +20,7 @@ CudaBackend::CudaBackend(const BackendOptions& options)
     : options_{.eager = options.eager,
                .check_each = options.check_each,
                .dependent_launch = options.dependent_launch,
-               .batch_invariant = options.batch_invariant,
-               .persistent = options.persistent},
+               .batch_invariant = options.batch_invariant},
       device_(options.device) {}
 
 CudaBackend::~CudaBackend() { free_staging(); }

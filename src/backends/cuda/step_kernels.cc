@@ -147,63 +147,6 @@ StepKernels::StepKernels(const Plan& plan, const Binding& binding, const CudaOpt
       layout_(plan_scratch(plan, binding.tables, options)),
       class_(library ? step_class(plan, options) : StepClass::kDecode) {
   choose_products();
-  if (options.persistent && !options.eager) {
-    make_persistent();
-  } else {
-    persistent_refusal_ = "not asked for";
-  }
-}
-
-void StepKernels::make_persistent() {
-  const std::vector<Op>& ops = bound_.plan().ops;
-  const auto is_qkv = [](const Op& op) { return std::holds_alternative<QkvOp>(op); };
-  const auto begin = std::find_if(ops.begin(), ops.end(), is_qkv);
-  const auto first = static_cast<std::size_t>(begin - ops.begin());
-  std::vector<PersistentOp> program;
-  const auto add = [&](LinearArgs args, int most) {
-    args.tokens = most;
-    program.push_back({.linear = args});
-  };
-  std::size_t at = first;
-  for (; at < ops.size(); ++at) {
-    if (const auto* qkv = std::get_if<QkvOp>(&ops[at])) {
-      if (!attends_with(*qkv, at + 1)) break;
-      if (!qkv->rope.turns()) {
-        persistent_refusal_ = "attention without rope";
-        return;
-      }
-      const QkvProducts products = qkv_products(*qkv);
-      for (std::size_t i = 0; i < products.count; ++i) add(products.args[i], tokens());
-      ++at;
-      program.push_back({.attends = true,
-                         .heads = heads_args(*qkv),
-                         .attention = attention_args(std::get<AttentionOp>(ops[at]))});
-    } else if (const auto* linear_op = std::get_if<LinearOp>(&ops[at])) {
-      add(product(*linear_op), tokens());
-    } else if (const auto* mlp = std::get_if<GatedMlpOp>(&ops[at])) {
-      if (!mlp->gate.valid()) {
-        persistent_refusal_ = "an MLP without a gate";
-        return;
-      }
-      if (!same_form(packed(mlp->gate), packed(mlp->up))) {
-        persistent_refusal_ = "gate and up of different forms";
-        return;
-      }
-      add(gated_product(*mlp), tokens());
-      add(down_product(*mlp), tokens());
-    } else if (const auto* head = std::get_if<LmHeadOp>(&ops[at])) {
-      add(product(*head), logit_rows());
-    } else {
-      break;
-    }
-  }
-  try {
-    persistent_ = {static_cast<int>(first), static_cast<int>(at),
-                   std::make_unique<PersistentStep>(program, tokens())};
-  } catch (const Error& e) {
-    if (e.code() != ErrorCode::kUnsupported) throw;
-    persistent_refusal_ = e.what();
-  }
 }
 
 void StepKernels::choose_products() {
@@ -244,23 +187,15 @@ Launch StepKernels::launch(cudaStream_t stream) const {
 }
 
 void StepKernels::issue(cudaStream_t stream, const cudaGraphConditionalHandle* handle) const {
-  if (!persistent_.step) return issue_ops(stream, 0, op_count(), handle);
-  issue_ops(stream, 0, persistent_.first, handle);
-  persistent_.step->launch(launch(stream));
-  issue_ops(stream, persistent_.last, op_count(), handle, true);
+  issue_ops(stream, 0, op_count(), handle);
 }
 
 void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
                             const cudaGraphConditionalHandle* handle) const {
-  issue_ops(stream, first, last, handle, false);
-}
-
-void StepKernels::issue_ops(cudaStream_t stream, int first, int last,
-                            const cudaGraphConditionalHandle* handle, bool behind) const {
   const std::vector<Op>& ops = bound_.plan().ops;
   Launch l = launch(stream);
   const bool dependent = l.dependent;
-  l.dependent = dependent && behind;  // the first kernel of a graph has nothing to depend on
+  l.dependent = false;  // the first kernel of a graph has nothing to depend on
   for (int i = first; i < last; ++i) {
     const auto index = static_cast<std::size_t>(i);
     const Op& op = ops[index];

@@ -12,7 +12,6 @@
 #include "backends/cuda/kernels/attention.h"
 #include "backends/cuda/kernels/launch.h"
 #include "backends/cuda/kernels/linear.h"
-#include "backends/cuda/kernels/persistent.h"
 #include "backends/cuda/kernels/state.h"
 #include "backends/cuda/kernels/token.h"
 
@@ -27,7 +26,6 @@ struct CudaOptions {
   bool check_each = false;       // eager: wait for each op and name the one that failed
   bool dependent_launch = true;  // programmatic dependent launch edges
   bool batch_invariant = false;  // chunks in the order of the decode class
-  bool persistent = false;       // the layers of a decode step as one kernel, unless eager
 };
 
 // Offsets into the scratch that a Plan's kernels share. That of attention comes first: it begins
@@ -59,8 +57,6 @@ class StepKernels {
 
   const BoundPlan& bound() const { return bound_; }
   int op_count() const { return static_cast<int>(bound_.plan().ops.size()); }
-  // Why the layers are not one kernel; empty if they are.
-  const std::string& persistent_refusal() const { return persistent_refusal_; }
 
   // One round on `stream`, or the ops [first, last), each by its own kernels. In a loop, `handle`
   // is the condition of its node. A QkvOp whose AttentionOp lies in the range is finished by the
@@ -89,18 +85,8 @@ class StepKernels {
     std::array<LinearArgs, 3> args;
     std::size_t count = 0;
   };
-  // The ops that one kernel takes.
-  struct Persistent {
-    int first = 0;
-    int last = 0;
-    std::unique_ptr<PersistentStep> step;
-  };
 
   Launch launch(cudaStream_t stream) const;
-  // With `behind`, the first kernel depends on one before it.
-  void issue_ops(cudaStream_t stream, int first, int last, const cudaGraphConditionalHandle* handle,
-                 bool behind) const;
-  void make_persistent();
   void run(const EmbedOp& op, std::size_t index, const Launch& l) const;
   void run(const NormOp& op, std::size_t index, const Launch& l) const;
   void run(const LinearOp& op, std::size_t index, const Launch& l) const;
@@ -181,8 +167,6 @@ class StepKernels {
   CudaScratch layout_;
   StepClass class_;
   std::vector<Products> products_;  // by op; empty in the decode class
-  Persistent persistent_;
-  std::string persistent_refusal_;
 };
 
 }  // namespace pianola::cuda

@@ -29,7 +29,7 @@ __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemo
     return false;
   }
   // Of these kernels racecheck takes the one lane's arrival for one of every warp.
-  if constexpr (!kFuses<T>) team_sync();
+  if constexpr (!kFuses<T>) __syncthreads();
   expect_parts(p, item, memory);
   if (threadIdx.x == 0) *memory.item = item;
   return true;

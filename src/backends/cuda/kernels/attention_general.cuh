@@ -45,8 +45,8 @@ struct GeneralItem {
     wait();
     prepare_item<T, N>(p, item, tables, fresh, memory, constants);
     const LayerCacheView& cache = p.attention.cache;
-    const int lane = team_thread() & 31;
-    const int warp = team_thread() / 32;
+    const int lane = thread_index() & 31;
+    const int warp = thread_index() / 32;
     float2 q[kItemHeads][N];
 #pragma unroll
     for (int h = 0; h < kItemHeads; ++h) {
@@ -92,7 +92,7 @@ struct GeneralItem {
         }
       }
       end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory, rank);
-      team_sync();  // the warps' results have been read
+      __syncthreads();  // the warps' results have been read
     }
     store_fresh<kPlain>(p, fresh, memory);
     add_parts<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory);
@@ -102,7 +102,7 @@ struct GeneralItem {
   __device__ __forceinline__ void add_positions(Sums& s, const float2 (&q)[kItemHeads][N], int base,
                                                 int end, int moved) const {
     const LayerCacheView& cache = p.attention.cache;
-    const int lane = team_thread() & 31;
+    const int lane = thread_index() & 31;
     const float scale = p.attention.scale * kLog2e;
     Pair k[kPositions][N];
     Pair v[kPositions][N];

@@ -5,8 +5,7 @@
 // that the token attends to are blocks of 64; block b of them belongs to rank b % ranks, and a rank
 // to the team rank % number of teams. Each rank's part of the result goes to the shared memory of
 // the teams that add the parts, in an order fixed by the token's position and the window alone: how
-// many teams there are changes no bit. In attend() a team is a thread block and its peers are a
-// cluster; in a persistent step a thread block holds two teams.
+// many teams there are changes no bit. A team is a thread block, and its peers are a cluster.
 //
 // kPlain is true where the layer has neither a window nor sinks: then nothing here knows of them.
 //
@@ -23,17 +22,8 @@
 
 namespace pianola::cuda {
 
-// Of a team, the first or the second of its thread block: its threads, and a barrier for them.
-__device__ __forceinline__ int team_thread() {
-  return static_cast<int>(threadIdx.x) & (kItemThreads - 1);
-}
-__device__ __forceinline__ void team_sync() {
-  if (threadIdx.x < kItemThreads) {
-    asm volatile("barrier.cta.sync 1, %0;" ::"n"(kItemThreads) : "memory");
-  } else {
-    asm volatile("barrier.cta.sync 2, %0;" ::"n"(kItemThreads) : "memory");
-  }
-}
+// Of a team, which is a thread block.
+__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
 
 // From which position on a token attends, and where blocks lie: a layer with a window is a ring of
 // at least window positions, so the blocks of a span lie on one turn of it or on two.
@@ -112,7 +102,7 @@ template <bool kPlain>
 __device__ __forceinline__ Item find_item(const DecodeParams& p, Tables& tables, int index,
                                           int team) {
   const DecodeParams::StepTables& s = p.attention.state;
-  const int lane = team_thread() & 31;
+  const int lane = thread_index() & 31;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = lane + 32 * i;
@@ -186,12 +176,13 @@ __device__ __forceinline__ Fresh find_fresh(const Tables& tables, const Item& it
 
 // Token of place `place`; the same in all lanes.
 __device__ __forceinline__ int fresh_token(const Fresh& fresh, int place) {
-  const unsigned below = (1U << (team_thread() & 31)) - 1;
+  const unsigned below = (1U << (thread_index() & 31)) - 1;
   const int before = __popc(fresh.member[0]);
   const bool half = place >= before;
   const unsigned members = half ? fresh.member[1] : fresh.member[0];
   const int rank = place - (half ? before : 0);
-  const bool here = ((members >> (team_thread() & 31)) & 1) != 0 && __popc(members & below) == rank;
+  const bool here =
+      ((members >> (thread_index() & 31)) & 1) != 0 && __popc(members & below) == rank;
   return __ffs(static_cast<int>(__ballot_sync(kAllLanes, here))) - 1 + (half ? 32 : 0);
 }
 
@@ -212,11 +203,6 @@ struct ItemMemory {
   T* k;                    // [fresh, key_dim]
   T* v;                    // [fresh, value_dim]
   int heads;               // that there is room for
-  int log_blocks = 4;      // thread blocks that an item's teams are dealt to
-  int team_bytes = 0;      // from a thread block's first team's memory to the second's
-  int barrier_bytes = 0;   // the same between their barriers
-  int second = 0;          // whether this is the second, of an item that has both
-  unsigned parity = 0;     // of the barrier's next phase
 
   __device__ __forceinline__ ItemMemory(const DecodeParams& p, unsigned char* memory)
       : heads(min(p.group, kItemHeads)) {
@@ -236,15 +222,10 @@ struct ItemMemory {
 
   // Where another team of the item has what lies at `offset` here, and its barrier, for send().
   __device__ __forceinline__ std::uint32_t peer(std::uint32_t offset, int team) const {
-    return peer_moved(offset, team, team_bytes);
+    return peer_address(offset, team);
   }
   __device__ __forceinline__ std::uint32_t peer_barrier(int team) const {
-    return peer_moved(shared_address(barrier), team, barrier_bytes);
-  }
-  __device__ __forceinline__ std::uint32_t peer_moved(std::uint32_t offset, int team,
-                                                      int stride) const {
-    const int moved = ((team >> log_blocks) - second) * stride;
-    return peer_address(offset + static_cast<std::uint32_t>(moved), team & ((1 << log_blocks) - 1));
+    return peer_address(shared_address(barrier), team);
   }
 };
 inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
@@ -262,7 +243,7 @@ inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element)
 // Before anything else; all teams of a cluster, whether they have work or not.
 template <typename T>
 __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
-  if (team_thread() == 0) {
+  if (thread_index() == 0) {
     init_barrier(shared_address(memory.barrier), 1);
     fence_barriers();
   }
@@ -273,7 +254,7 @@ __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
 template <typename T>
 __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& item,
                                              const ItemMemory<T>& memory) {
-  if (team_thread() != 0 || item.ranks == 1 || item.team >= item.targets) return;
+  if (thread_index() != 0 || item.ranks == 1 || item.team >= item.targets) return;
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   const int mine = min(1 << item.log_slice, columns - (item.team << item.log_slice));
   const int bytes = item.ranks * (mine * 16 + item.heads * 8);
@@ -281,7 +262,7 @@ __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& 
 }
 template <typename T>
 __device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
-  wait_barrier(shared_address(memory.barrier), memory.parity, "parts of rank", 0);
+  wait_barrier(shared_address(memory.barrier), 0, "parts of rank", 0);
 }
 
 // --- q, and keys and values of this step's tokens, come into shared memory. ---
@@ -328,7 +309,7 @@ struct HeadTask {
       x = load_head<N>(p.heads.k + row * key_dim, key_dim, p.heads.style, p.heads.turned / 2);
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
-        const int d = 4 * ((team_thread() & 31) + 32 * i);
+        const int d = 4 * ((thread_index() & 31) + 32 * i);
         if (d < value_dim) v[i] = load_activation4(p.heads.v + row * value_dim + d);
       }
     }
@@ -355,7 +336,7 @@ struct HeadTask {
                      [&](int i, float value) { k[i] = to_cache<T>(value); });
 #pragma unroll
       for (int i = 0; i < (N + 1) / 2; ++i) {
-        const int d = 4 * ((team_thread() & 31) + 32 * i);
+        const int d = 4 * ((thread_index() & 31) + 32 * i);
         if (d >= value_dim) continue;
         T* out = memory.v + (task - item.heads) * value_dim + d;
         out[0] = to_cache<T>(v[i].x);
@@ -371,8 +352,8 @@ struct HeadTask {
 template <typename T>
 __device__ __forceinline__ void place_fresh(const Tables& tables, const Fresh& fresh,
                                             const ItemMemory<T>& memory) {
-  const int lane = team_thread() & 31;
-  if (team_thread() / 32 != kItemWarps - 1 || fresh.count == 0) return;
+  const int lane = thread_index() & 31;
+  if (thread_index() / 32 != kItemWarps - 1 || fresh.count == 0) return;
   memory.place[lane] = -1;
   memory.place[lane + 32] = -1;
   __syncwarp();
@@ -398,7 +379,7 @@ __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& 
                                              const Tables& tables, const Fresh& fresh,
                                              const ItemMemory<T>& memory,
                                              const HeadConstants<N>& constants) {
-  const int tid = team_thread();
+  const int tid = thread_index();
   if (kFuses<T> && p.fused) {
     if constexpr (kFuses<T>) {
       constexpr int kInFlight = N == 2 ? 3 : 2;  // as registers allow
@@ -428,7 +409,7 @@ __device__ __forceinline__ void prepare_item(const DecodeParams& p, const Item& 
           load_activation4(q + 4 * i);
     }
   }
-  team_sync();
+  __syncthreads();
 }
 
 // Place among the fresh of a position >= low, or -1: the cache holds it.
@@ -450,7 +431,7 @@ __device__ __forceinline__ void store_fresh(const DecodeParams& p, const Fresh& 
   const Span<kPlain> span(cache, item.end);
   if (!owns(item, span, item.position)) return;
   const int at = span.place_of(item.position);
-  const int tid = team_thread();
+  const int tid = thread_index();
   const int place = memory.place[item.position - fresh.low];
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
   if (tid < kItemThreads / 2) {

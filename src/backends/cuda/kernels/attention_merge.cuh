@@ -15,7 +15,8 @@ __device__ __forceinline__ float4* item_out(const DecodeParams& p, const Item& i
 
 __device__ __forceinline__ void clear_item(const DecodeParams& p, const Item& item) {
   float4* out = item_out(p, item);
-  for (int i = team_thread(); i < item.heads * p.attention.cache.value_dim / 4; i += kItemThreads) {
+  for (int i = thread_index(); i < item.heads * p.attention.cache.value_dim / 4;
+       i += kItemThreads) {
     out[i] = make_float4(0, 0, 0, 0);
   }
 }
@@ -70,9 +71,9 @@ template <bool kPlain, typename T>
 __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item, float4* out,
                                          int value_dim, const ItemMemory<T>& memory, int rank,
                                          bool real = true) {
-  const int tid = team_thread();
+  const int tid = thread_index();
   const int columns = value_dim / 4;  // of a head
-  team_sync();
+  __syncthreads();
   float factor[kItemWarps];
   if (item.ranks > 1) {
     // The last threads: the first ones have columns to send.
@@ -120,7 +121,7 @@ __device__ __forceinline__ void add_parts(const DecodeParams& p, const Item& ite
   if (item.ranks == 1 || item.team >= item.targets) return;
   constexpr int kLanes = 4;
   constexpr int kEach = kMostRanks / kLanes;
-  const int tid = team_thread();
+  const int tid = thread_index();
   const int lane = tid % kLanes;
   const int columns = value_dim / 4;
   const int first = item.team << item.log_slice;

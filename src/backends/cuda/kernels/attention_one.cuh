@@ -324,7 +324,7 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
 #pragma unroll 1
     for (int pass = kRehearse ? 0 : 1; pass < 2; ++pass) {
       const bool real = pass == 1;
-      team_sync();  // tables are filled, and what the rehearsal has left in memory is read
+      __syncthreads();  // tables are filled, and what the rehearsal has left in memory is read
       Part q = {};
       Part key = {};
       float value[kValueSteps][8] = {};
@@ -410,7 +410,7 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
         Base::store(sums, most, total);
         end_rank<kPlain>(p, item, out, kDim, memory, at.rank, real);
         if (!more) break;
-        team_sync();  // the warps' results have been read
+        __syncthreads();  // the warps' results have been read
 #pragma unroll
         for (int s = 0; s < kValueSteps; ++s) {
 #pragma unroll

@@ -78,18 +78,18 @@ struct TensorItem {
     value_dim = kExact ? 64 * kValueSteps : cache.value_dim;
     keys = key_slot<T>(cache, item.row) + item.kv_head * kCacheBlock * key_dim;
     values = value_slot<T>(cache, item.row) + item.kv_head * kCacheBlock * value_dim;
-    r = (team_thread() & 31) >> 2;
-    j = team_thread() & 3;
+    r = (thread_index() & 31) >> 2;
+    j = thread_index() & 3;
   }
 
   // First position of this warp's tile of a block, and where its rows lie.
   __device__ __forceinline__ int tile_base(int block) const {
-    return block * kCacheBlock + team_thread() / 32 * 16;
+    return block * kCacheBlock + thread_index() / 32 * 16;
   }
   __device__ __forceinline__ std::size_t tile_row(int block) const {
     return static_cast<std::size_t>(span.place(block)) *
                (p.attention.cache.kv_heads * kCacheBlock) +
-           team_thread() / 32 * 16;
+           thread_index() / 32 * 16;
   }
   // Row of a head's cache where a position lies.
   __device__ __forceinline__ std::size_t position_row(int position) const {
@@ -170,7 +170,7 @@ struct TensorItem {
     const int bytes = min(item.end - tile_base(block), 16) * dim * static_cast<int>(sizeof(T));
     const auto* tile = reinterpret_cast<const char*>(of + tile_row(block) * dim);
 #pragma unroll 1
-    for (int i = (team_thread() & 31) * 128; i < bytes; i += 32 * 128) prefetch(tile + i);
+    for (int i = (thread_index() & 31) * 128; i < bytes; i += 32 * 128) prefetch(tile + i);
   }
   // What load_keys() left out: positions of the span from fresh.low on.
   __device__ __forceinline__ bool left_out(int position) const {
@@ -246,11 +246,11 @@ struct TensorItem {
     Query query;
     if constexpr (kWide) {
       constexpr int kEach = kKeySteps / kItemWarps;
-      const int first = team_thread() / 32 * kEach;
+      const int first = thread_index() / 32 * kEach;
       QueryStep step[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) step[i] = split_query(first + i);
-      team_sync();  // all of q has been read
+      __syncthreads();  // all of q has been read
       const int head = min(r, item.heads - 1);
       uint4* parts = reinterpret_cast<uint4*>(memory.q) + head * kKeySteps * 8 + j;
       uint4* high = parts + 4 * (head & 1);
@@ -262,7 +262,7 @@ struct TensorItem {
           low[8 * (first + i)] = as_uint4(step[i].low);
         }
       }
-      team_sync();
+      __syncthreads();
       query.high = high;
       query.low = low;
     } else {
@@ -435,7 +435,7 @@ struct TensorItem {
         store(sums, most, total);
         end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory, at.rank);
         if (next.block == item.blocks) break;
-        team_sync();  // the warps' results have been read
+        __syncthreads();  // the warps' results have been read
 #pragma unroll
         for (int s = 0; s < kValueSteps; ++s) {
 #pragma unroll
@@ -469,7 +469,7 @@ struct TensorItem {
   // To where end_rank() adds the warps'.
   __device__ __forceinline__ void store(const float (&sums)[kValueSteps][4][4],
                                         const float (&most)[2], float (&total)[2]) const {
-    const int warp = team_thread() / 32;
+    const int warp = thread_index() / 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll

@@ -108,7 +108,7 @@ struct Tile {
   int row = 0;
 };
 
-template <typename P>  // Params, or a shape of a persistent step
+template <typename P>  // the parameters of any of the kernels
 __device__ __forceinline__ Tile tile_of(const P& p, int unit, int end_unit, int slot) {
   if (p.gated) {
     const int pair = unit + slot / 2;

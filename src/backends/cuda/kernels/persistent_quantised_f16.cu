@@ -1,9 +1,0 @@
-#include "backends/cuda/kernels/persistent_choose.cuh"
-
-namespace pianola::cuda::persistent {
-
-Kernel quantised_f16(int dim, int groups, int depth) {
-  return choose<true, __half>(dim, groups, depth);
-}
-
-}  // namespace pianola::cuda::persistent
