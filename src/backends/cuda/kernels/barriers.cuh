@@ -47,7 +47,8 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, 
     patience.look(what, number);
   }
 }
-// The same for what the copy engine brings.
+// The same for what the copy engine brings, for a warp as one: tensor cores that several warps use
+// together take no waiting that lanes leave one by one.
 __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
   Patience patience;
   std::uint32_t done = 0;
@@ -59,18 +60,18 @@ __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
         : "=r"(done)
         : "r"(at), "r"(parity)
         : "memory");
-    if (done != 0 || patience.over()) return;
+    if (__all_sync(kAllLanes, done != 0) || patience.over()) return;
     patience.look("weights", 0);
   }
 }
 
-// A box of a matrix (boxes_of() in launch.h) from byte x of row y on.
-__device__ __forceinline__ void copy_box(std::uint32_t to, const void* map, int x, int y,
-                                         std::uint32_t barrier) {
+// Boxes of a matrix (boxes_of() in launch.h), the first of them box x of row y.
+__device__ __forceinline__ void copy_boxes(std::uint32_t to, const void* map, int x, int y,
+                                           std::uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(0), "r"(y), "r"(x), "r"(barrier)
       : "memory");
 }
 
