@@ -201,6 +201,7 @@ class Layer {
     view.value_dim = shape_.value_dim;
     view.capacity = shape_.capacity;
     view.window = shape_.window;
+    view.slots = shape_.slots;
     view.key_slot_bytes = shape_.slot_bytes(shape_.key_dim);
     view.value_slot_bytes = shape_.slot_bytes(shape_.value_dim);
     view.keys = device_keys_.get();

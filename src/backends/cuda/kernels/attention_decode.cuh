@@ -1,7 +1,7 @@
 // The kernels of attend() for steps of any size and the choice between them: attend_tensor() serves
 // 16-bit caches with heads of at most 128 and of 256, attend_general() everything else.
-// attention_plain.cu and attention_window.cu instantiate them. Most steps of one token have another
-// kernel, attend_one() of attention_one.cuh.
+// attention_plain.cu and attention_window.cu instantiate them. Most steps have another kernel,
+// attend_one() of attention_one.cuh.
 #pragma once
 
 #include <algorithm>

@@ -1,63 +1,71 @@
-// attend() for a step of one token with its heads: 16-bit caches, heads of 64 and of 128 that rope
-// turns whole, groups of at most kItemHeads. The sums are those of attention_tensor.cuh, in the
-// same order, with the same bits.
+// attend() with its heads, where the token's own position is the only one of this step that it
+// attends to: one token of each lane, in steps of any size. 16-bit caches, heads of 64 and of 128
+// that rope turns whole, groups of at most kItemHeads. The sums are those of attention_tensor.cuh, in
+// the same order, with the same bits, and an item that needs other tokens' keys is computed there.
 //
 // Such a step is a chain of short kernels, so what counts is how soon after wait_for_previous()
 // this one is done. Whatever the token's q, k and v do not decide is read, computed and addressed
-// before; then every lane takes its part of q right as an operand of the tensor cores, finishes it
-// in registers, and no warp waits for another until the warps' sums are added. The warp of the
-// token's own position does the same with its key and value, and stores them. And the way to the
-// result is short, as no instruction of it is in a cache when the kernel starts.
+// before, and keys and values are on their way, as many as a ring holds. Then every lane takes its
+// part of q right as an operand of the tensor cores, finishes it in registers, and no warp waits for
+// another until the warps' sums are added. The warp of the token's own position does the same with
+// its key and value, and stores them. And the way to the result is short, as no instruction of it is
+// in a cache when the kernel starts.
 #pragma once
 
-#include "backends/cuda/kernels/attention_decode.h"
-#include "backends/cuda/kernels/attention_tensor.cuh"
+#include "backends/cuda/kernels/attention_decode.cuh"
+#include "backends/cuda/kernels/attention_ring.cuh"
 
 namespace pianola::cuda {
 
-// Rope's turns and the norms' weights, for heads of kDim; from ItemMemory::k on.
+// Thread blocks that a multiprocessor has registers for.
+constexpr int one_blocks(int dim) { return dim == 64 ? 3 : 2; }
+
+struct OneParams {
+  RingMaps maps;
+  DecodeParams p;
+  int stages = 0;  // of a warp's ring
+};
+
+// Rope's turns and the norms' weights, for heads of kDim.
 template <int kDim>
 struct alignas(16) HeadTables {
   Turn turns[kDim / 2];  // of the pairs, in their order
   float q_norm[kDim];
   float k_norm[kDim];
 };
-static_assert(sizeof(HeadTables<64>) == one_extra_bytes(64));
+
+// What a team has where other kernels have fresh keys and values.
+template <int kDim>
+struct OneMemory {
+  unsigned char* ring;  // [kItemWarps, stages] tiles
+  unsigned char* own;   // [2, kDim] key and value of the token, 16 bits an element
+  HeadTables<kDim>* tables;
+  WarpSums sums;           // of every other rank, so that none waits until one has been read
+  std::uint32_t barriers;  // [kItemWarps, stages] of the rings
+
+  __device__ __forceinline__ OneMemory(void* memory, int stages, int heads)
+      : ring(static_cast<unsigned char*>(memory) +
+             (kBoxAlign - shared_address(memory) % kBoxAlign) % kBoxAlign),
+        own(ring + stages * kItemWarps * stage_bytes(kDim)),
+        tables(reinterpret_cast<HeadTables<kDim>*>(own + 4 * kDim)),
+        sums(reinterpret_cast<float*>(tables + 1), heads, kDim),
+        barriers(shared_address(sums.score + kItemWarps * kItemHeads)) {}
+
+  static std::size_t bytes(int stages, int heads) {
+    const int each = stage_bytes(kDim) + static_cast<int>(sizeof(std::uint64_t));
+    return kBoxAlign + static_cast<std::size_t>(stages * kItemWarps * each + 4 * kDim) +
+           sizeof(HeadTables<kDim>) + WarpSums::floats(heads, kDim) * sizeof(float);
+  }
+};
 
 // The same address, which is certainly known from here on: compilers put the arithmetic of
 // addresses next to the loads, but not what lanes tell each other.
 __device__ __forceinline__ const float* keep(const float* address) {
   const auto bits = reinterpret_cast<std::uint64_t>(address);
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int lane = thread_index() & 31;
   const std::uint64_t low = __shfl_sync(kAllLanes, static_cast<std::uint32_t>(bits), lane);
   const std::uint64_t high = __shfl_sync(kAllLanes, static_cast<std::uint32_t>(bits >> 32), lane);
   return reinterpret_cast<const float*>(high << 32 | low);
-}
-
-// The item of this thread block.
-template <int kDim, bool kPlain>
-__device__ __forceinline__ Item find_only_item(const DecodeParams& p) {
-  const DecodeParams::StepTables& s = p.attention.state;
-  const int position = __ldcg(s.position);
-  const int lane = __ldcg(s.lane_of);
-  const int row = __ldcg(s.row_of + (threadIdx.x & 31));
-  const int live = __ldcg(&s.counts->tokens);
-  const int block = static_cast<int>(blockIdx.x);
-
-  Item item;
-  item.token = 0;
-  item.teams = 1 << p.log_cluster;
-  item.team = block & (item.teams - 1);
-  item.kv_head = block >> p.log_cluster;
-  item.head = item.kv_head * p.group;
-  item.heads = p.group;
-  item.stores = true;
-  item.position = live > 0 ? position : -2;
-  item.lane = lane;
-  item.row = __shfl_sync(kAllLanes, row, lane & 31);
-  if (lane >= 32 && item.position >= 0) item.row = __ldcg(s.row_of + lane);
-  set_extent<kPlain>(p, kDim, item);
-  return item;
 }
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
@@ -65,14 +73,12 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
   static constexpr int kKeySteps = kDim / 32;
   static constexpr int kValueSteps = kDim / 64;
   static constexpr int kTiles = tiles_of(kDim);
-  static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
-  // Whether the way from q to the result is walked once before the wait, with nothing real and
-  // nothing left: then its instructions are in the caches when q is there. Qwen3-0.6B, heads of
-  // 128, loses by it (1,495 tokens/s to 1,381); 1B, heads of 64, gains (1,340 to 1,347).
-  static constexpr bool kRehearse = kDim == 64;
+  static constexpr int kProducts = kDim / 16;  // of a tile's values
   using Base = TensorItem<T, kKeySteps, kValueSteps, true, kTiles, kPlain>;
-  using Keys = uint4[kTiles][kKeySteps][2];
-  using Values = uint4[kTiles][kValueSteps][4];
+  using Ring = TileRing<kDim, kPlain>;
+  using Keys = uint4[kKeySteps][2];
+  using Values = std::uint32_t[kProducts][4];
+  using Sums = float[kValueSteps][4][4];
   using Part = float[kKeySteps][8];  // dims 32 s + 8 j + 0..7 of a head
   using Base::item;
   using Base::j;
@@ -83,65 +89,47 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
   using Base::tile_base;
   using Base::tile_row;
 
-  // Row of a tile, or the nearest one that the token attends to below `limit`: what is not to be
-  // there gets no weight, so it need only be finite, as those rows are.
-  __device__ __forceinline__ int near_row(int row, int base, int limit) const {
-    row = min(row, limit - 1 - base);
-    return kPlain ? row : max(row, span.begin - base);
+  const OneMemory<kDim>& own_memory;
+  bool own;  // whether this warp's tiles hold the token's own position
+
+  __device__ __forceinline__ OneItem(const DecodeParams& params, const Item& of, const Fresh& with,
+                                     const ItemMemory<T>& in, const Span<kPlain>& over,
+                                     const OneMemory<kDim>& besides)
+      : Base(params, of, with, in, over), own_memory(besides) {
+    own = owns(item, span, item.position) &&
+          (item.position & (kCacheBlock - 1)) / kTileRows == thread_index() / 32;
   }
-  __device__ __forceinline__ void load_keys(uint4 (&k)[kKeySteps][2], int block, int limit) const {
-    const T* tile = Base::keys + tile_row(block) * kDim + 8 * j;
+
+  __device__ __forceinline__ std::uint32_t own_key() const {
+    return shared_address(own_memory.own);
+  }
+  __device__ __forceinline__ std::uint32_t own_value() const { return own_key() + 2 * kDim; }
+
+  // Position r of a product's first eight is row box_row(r) of the tile. Rows behind the token's own
+  // get no weight, so its key and value will do for them: the cache may hold anything there, but a
+  // product of 0 must be 0.
+  __device__ __forceinline__ void load_keys(Keys& k, std::uint32_t tile, int own_row) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const T* row = tile + near_row(r + 8 * half, tile_base(block), limit) * kDim;
+      const TileRow row = Ring::row(tile, box_row(r) + 8 * half, j, own_key(), own_row);
 #pragma unroll
-      for (int s = 0; s < kKeySteps; ++s) k[s][half] = load_cache(row + 32 * s);
+      for (int s = 0; s < kKeySteps; ++s) k[s][half] = load_shared(row.chunk(s / 2, s % 2 * 4));
     }
   }
-  __device__ __forceinline__ void load_values(uint4 (&v)[kValueSteps][4], int block,
-                                              int limit) const {
-    const T* tile = Base::values + tile_row(block) * kDim + 8 * r;
+  // Operands of products of dims 16 i + 0..15. Positions before the window get no weight either.
+  __device__ __forceinline__ void load_values(Values& v, std::uint32_t tile, int first_row,
+                                              int own_row) const {
+    const int lane = thread_index() & 31;
+    int position = box_row(lane & 7) + (lane & 16) / 2;
+    if (!kPlain) position = max(position, first_row);
+    const TileRow row = Ring::row(tile, position, (lane & 8) / 8, own_value(), own_row);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const T* row = tile + near_row(Base::value_row(j, i), tile_base(block), limit) * kDim;
-#pragma unroll
-      for (int s = 0; s < kValueSteps; ++s) v[s][i] = load_cache(row + 64 * s);
-    }
-  }
-  // The positions before the step's own.
-  __device__ __forceinline__ void load_first(Keys& k, Values& v, const Walk& at) const {
-    const int limit = item.position;
-#pragma unroll
-    for (int u = 0; u < kTiles; ++u) {
-      const int block = at.block + u * item.ranks;
-      if (tile_base(block) < limit && (kPlain || span.begin < limit)) {
-        load_keys(k[u], block, limit);
-        load_values(v[u], block, limit);
-      } else {
-#pragma unroll
-        for (int s = 0; s < kKeySteps; ++s) k[u][s][0] = k[u][s][1] = uint4{};
-#pragma unroll
-        for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[u][s][i] = uint4{};
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ void fetch(int block) const {
-    constexpr int kBytes = 16 * kDim * static_cast<int>(sizeof(T));
-    static_assert(kBytes <= 32 * 128);
-    const int at = (static_cast<int>(threadIdx.x) & 31) * 128;
-    const int rows = item.end - tile_base(block);
-    if (at >= min(rows * (kBytes / 16), kBytes)) return;
-    const std::size_t row = tile_row(block);
-    prefetch(reinterpret_cast<const char*>(Base::keys + row * kDim) + at);
-    prefetch(reinterpret_cast<const char*>(Base::values + row * kDim) + at);
+    for (int i = 0; i < kProducts; ++i) load_transposed(v[i], row.chunk(i / 4, i % 4 * 2));
   }
 
   __device__ __forceinline__ void fill(HeadTables<kDim>& tables) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const int warp = thread_index() / 32;
+    const int lane = thread_index() & 31;
     if (warp < kDim / 64) {
       const int pair = lane + 32 * warp;
       tables.turns[pair] =
@@ -260,69 +248,57 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
                       pack<T>(x[6], x[7]));
   }
 
-  // What the warp of the token's own position does more: its key and value go to the cache, from
-  // where this very lane reads them if their turn comes later, and to the tile at hand. A key is
-  // with the lanes of its row, a value with those of its column.
-  __device__ __forceinline__ void store_own(Keys& k, Values& v, const Walk& at, const Part& key,
-                                            const float (&value)[kValueSteps][8], bool real) const {
-    const int row = item.position & 15;
-    const std::size_t place = tile_row(item.blocks - 1) + row;
-    T* keys = const_cast<T*>(Base::keys) + place * kDim + 8 * j;
-    T* values = const_cast<T*>(Base::values) + place * kDim + 8 * r;
-    const bool has_key = r == (row & 7);
-    const bool has_value = j == (row & 7) >> 1;
-    const int key_half = row >> 3;
-    const int value_index = (row & 1) + 2 * (row >> 3);
-    bool here[kTiles];
+  // What the warp of the token's own position does more: its key and value go to the cache, and to
+  // where load_keys() and load_values() of this warp find them.
+  __device__ __forceinline__ void store_own(const Part& key, const float (&value)[kValueSteps][8],
+                                            bool real) const {
+    const std::size_t place = tile_row(item.blocks - 1) + (item.position & (kTileRows - 1));
+    if (r == 0) {
+      T* to = const_cast<T*>(Base::keys) + place * kDim;
 #pragma unroll
-    for (int u = 0; u < kTiles; ++u) here[u] = at.block + u * item.ranks == item.blocks - 1;
-#pragma unroll
-    for (int s = 0; s < kKeySteps; ++s) {
-      const uint4 packed = pack_eight(key[s]);
-      if (real && has_key) *reinterpret_cast<uint4*>(keys + 32 * s) = packed;
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (has_key && here[u] && half == key_half) k[u][s][half] = packed;
-        }
+      for (int s = 0; s < kKeySteps; ++s) {
+        const uint4 packed = pack_eight(key[s]);
+        reinterpret_cast<uint4*>(own_memory.own)[4 * s + j] = packed;
+        if (real) reinterpret_cast<uint4*>(to)[4 * s + j] = packed;
       }
     }
+    if (j == 0) {
+      T* to = const_cast<T*>(Base::values) + place * kDim;
 #pragma unroll
-    for (int s = 0; s < kValueSteps; ++s) {
-      const uint4 packed = pack_eight(value[s]);
-      if (real && has_value) *reinterpret_cast<uint4*>(values + 64 * s) = packed;
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (has_value && here[u] && i == value_index) v[u][s][i] = packed;
-        }
+      for (int s = 0; s < kValueSteps; ++s) {
+        const uint4 packed = pack_eight(value[s]);
+        reinterpret_cast<uint4*>(own_memory.own + 2 * kDim)[8 * s + r] = packed;
+        if (real) reinterpret_cast<uint4*>(to)[8 * s + r] = packed;
       }
     }
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void run(HeadTables<kDim>& tables) const {
-    Keys k;
-    Values v;
-    Walk at{item.team, span.first() + item.team};
-    load_first(k, v, at);
+  // Whether the way from q to the result is walked once before the wait, with nothing real and
+  // nothing left: then its instructions are in the caches when q is there. Qwen3-0.6B, heads of
+  // 128, loses by it (1,495 tokens/s to 1,381); 1B, heads of 64, gains (1,340 to 1,347). In steps of
+  // several tokens thread blocks share the caches.
+  __device__ __forceinline__ bool rehearses() const { return kDim == 64 && p.tokens == 1; }
+
+  __device__ __forceinline__ void run(const RingMaps& maps, int stages) const {
+    const int warp = thread_index() / 32;
+    const int warp_stages = warp * stages;
+    Ring ring(maps, item, span, p.attention.cache,
+              shared_address(own_memory.ring) + warp_stages * stage_bytes(kDim),
+              own_memory.barriers + 8 * warp_stages, stages);
+    ring.fill();
+    HeadTables<kDim>& tables = *own_memory.tables;
     fill(tables);
-    if (at.block + kTiles * item.ranks < item.blocks) {
-#pragma unroll 1
-      for (int u = kTiles; u < kAhead * kTiles; ++u) fetch(at.block + u * item.ranks);
-    }
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const bool own =
-        owns(item, span, item.position) && (item.position & (kCacheBlock - 1)) / 16 == warp;
+    const std::size_t token = p.first + item.token;
+    const std::size_t kv = token * p.attention.cache.kv_heads + item.kv_head;
     // A lane of a head that there is not takes the last one's.
-    const float* raw_q = keep(p.heads.q + (item.head + min(r, item.heads - 1)) * kDim + 8 * j);
-    const float* raw_k = keep(p.heads.k + item.kv_head * kDim + 8 * j);
-    const float* raw_v = keep(p.heads.v + item.kv_head * kDim + 8 * r);
-    auto* out = reinterpret_cast<float4*>(p.attention.out + item.head * kDim);
+    const std::size_t head = token * p.attention.heads + item.head + min(r, item.heads - 1);
+    const float* raw_q = keep(p.heads.q + head * kDim + 8 * j);
+    const float* raw_k = keep(p.heads.k + kv * kDim + 8 * j);
+    const float* raw_v = keep(p.heads.v + kv * kDim + 8 * r);
 
 #pragma unroll 1
-    for (int pass = kRehearse ? 0 : 1; pass < 2; ++pass) {
+    for (int pass = rehearses() ? 0 : 1; pass < 2; ++pass) {
       const bool real = pass == 1;
       __syncthreads();  // tables are filled, and what the rehearsal has left in memory is read
       Part q = {};
@@ -350,67 +326,34 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
       }
       if (own) {
         finish(key, p.heads.k_norm, tables.k_norm, p.heads.k_norm_eps, tables);
-        store_own(k, v, at, key, value, real);
+        store_own(key, value, real);
       }
-      walk(k, v, at, query, out, real);
+      walk(ring, query, real);
     }
   }
 
-  // All rounds, or in a rehearsal one that leaves k and v alone.
-  __device__ __forceinline__ void walk(Keys& k, Values& v, Walk at,
-                                       const typename Base::Query& query, float4* out,
+  // All rounds, or in a rehearsal one that leaves the ring alone.
+  __device__ __forceinline__ void walk(Ring& ring, const typename Base::Query& query,
                                        bool real) const {
-    const float scale = p.attention.scale * kLog2e;
-    float sums[kValueSteps][4][4] = {};
+    float4* out = item_out(p, item);
+    Walk at{item.team, span.first() + item.team};
+    typename Ring::Turn turn;
+    Sums sums = {};
     float most[2] = {kNoScore, kNoScore};  // of heads 2j and 2j + 1
     float total[2] = {0, 0};               // of this lane's positions
+    bool odd = false;
 #pragma unroll 1
     for (;;) {
       Walk next = at;
       const bool last = next.next(item, span.first(), kTiles) || !real;
-      const bool more = next.block < item.blocks && real;
-      float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
-      float best[2] = {most[0], most[1]};
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-        const int base = tile_base(at.block + u * item.ranks);
-        if (base >= item.end) continue;
-        Base::multiply_keys(scores[u], k[u], query);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int position = base + r + 4 * (i & 2);
-          const bool inside = position < item.end && (kPlain || position >= span.begin);
-          scores[u][i] = inside ? __fmul_rn(scores[u][i], scale) : -INFINITY;
-          best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
-        }
-      }
-      if (more) {
-#pragma unroll
-        for (int u = 0; u < kTiles; ++u) {
-          const int block = next.block + u * item.ranks;
-          if (tile_base(block) < item.end) load_keys(k[u], block, item.end);
-        }
-      }
-      Base::rescale(best, most, total, sums);
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-        if (tile_base(at.block + u * item.ranks) >= item.end) continue;
-        const typename Base::Weights w = Base::weigh(scores[u], most, total);
-        Base::add_values(sums, v[u], w);
-      }
-      if (more) {
-#pragma unroll
-        for (int u = 0; u < kTiles; ++u) {
-          const int block = next.block + u * item.ranks;
-          if (tile_base(block) < item.end) load_values(v[u], block, item.end);
-          fetch(block + (kAhead - 1) * kTiles * item.ranks);
-        }
-      }
+      add_round(ring, turn, at, query, real, sums, most, total);
       if (last) {
-        Base::store(sums, most, total);
-        end_rank<kPlain>(p, item, out, kDim, memory, at.rank, real);
-        if (!more) break;
-        __syncthreads();  // the warps' results have been read
+        WarpSums to = memory.sums;
+        if (odd) to = own_memory.sums;
+        odd = !odd;
+        store(to, sums, most, total);
+        end_rank<kPlain>(p, item, out, kDim, memory, to, at.rank, real);
+        if (next.block == item.blocks || !real) break;
 #pragma unroll
         for (int s = 0; s < kValueSteps; ++s) {
 #pragma unroll
@@ -426,29 +369,100 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
     }
     add_parts<kPlain>(p, item, out, kDim, memory, real);
   }
+
+  // Tiles of kTiles blocks. Where a stage has been read, the next tile comes.
+  __device__ __forceinline__ void add_round(Ring& ring, typename Ring::Turn& turn, const Walk& at,
+                                            const typename Base::Query& query, bool real,
+                                            Sums& sums, float (&most)[2],
+                                            float (&total)[2]) const {
+    const float scale = p.attention.scale * kLog2e;
+    int stage[kTiles];  // -1: the token attends to nothing of that tile
+    int base[kTiles];
+    Keys k[kTiles];
+    Values v[kTiles];
+    float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
+    float best[2] = {most[0], most[1]};
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) {
+      const int block = at.block + u * item.ranks;
+      base[u] = tile_base(block);
+      stage[u] = ring.wants(block) ? ring.wait(turn) : -1;
+      if (stage[u] >= 0) load_keys(k[u], ring.keys(stage[u]), item.position - base[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) {
+      if (stage[u] < 0) continue;
+      Base::multiply_keys(scores[u], k[u], query);
+      load_values(v[u], ring.values(stage[u]), span.begin - base[u], item.position - base[u]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int position = base[u] + box_row(r) + 4 * (i & 2);
+        const bool inside = position < item.end && (kPlain || position >= span.begin);
+        scores[u][i] = inside ? __fmul_rn(scores[u][i], scale) : -INFINITY;
+        best[i & 1] = fmaxf(best[i & 1], scores[u][i]);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) {
+      if (real && stage[u] >= 0) ring.load(stage[u]);
+    }
+    Base::rescale(best, most, total, sums);
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) {
+      if (stage[u] < 0) continue;
+      const typename Base::Weights w = Base::weigh(scores[u], most, total);
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        mma<T>(sums[i / 4][i % 4], v[u][i], w.first.high, w.second.high);
+        mma<T>(sums[i / 4][i % 4], v[u][i], w.first.low, w.second.low);
+      }
+    }
+  }
+
+  // To where end_rank() adds the warps': dims 16 i + r and 8 more of heads 2j and 2j + 1. Lanes are
+  // added in the order of the bits of their positions, as everywhere.
+  __device__ __forceinline__ void store(const WarpSums& to, const Sums& sums,
+                                        const float (&most)[2], float (&total)[2]) const {
+    const int warp = thread_index() / 32;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      constexpr int kOffsets[3] = {8, 16, 4};
+#pragma unroll
+      for (int i = 0; i < 3; ++i) total[n] += __shfl_xor_sync(kAllLanes, total[n], kOffsets[i]);
+      const int head = 2 * j + n;
+      if (r == 0) to.score[warp * kItemHeads + head] = make_float2(most[n], total[n]);
+      if (head >= memory.heads) continue;
+      float* row = to.merge + (warp * memory.heads + head) * (kDim + kMergePad) + r;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        row[16 * i] = sums[i / 4][i % 4][n];
+        row[16 * i + 8] = sums[i / 4][i % 4][n + 2];
+      }
+    }
+  }
 };
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
-__global__ void __launch_bounds__(kItemThreads, kDim == 64 ? 3 : 2)
-    attend_one(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kItemThreads, one_blocks(kDim))
+    attend_one(const __grid_constant__ OneParams params) {
   extern __shared__ __align__(16) unsigned char shared[];
   __builtin_assume(threadIdx.x < kItemThreads);
-  allow_next();
+  const DecodeParams& p = params.p;
   const ItemMemory<T> memory(p, shared);
-  start_cluster(memory);
-  const Item item = find_only_item<kDim, kPlain>(p);
-  // As in begin_item(): without a wait only those leave that neither read nor write.
-  if (item.team >= item.active) return;
-  if (item.position < 0) {
-    wait_for_previous();
-    if (item.position == -1) clear_item(p, item);
-    return;
-  }
-  expect_parts(p, item, memory);
+  Tables tables;
+  Item item;
+  if (!begin_item<kPlain>(p, memory, tables, item)) return;
   const Span<kPlain> span(p.attention.cache, item.end);
-  const Fresh none;
-  OneItem<T, kDim, kStyle, kPlain>{{p, item, none, memory, span}}.run(
-      *reinterpret_cast<HeadTables<kDim>*>(memory.k));
+  const Fresh fresh = find_fresh(tables, item, span);
+  if (fresh.count == (owns(item, span, item.position) ? 1 : 0)) {
+    const OneMemory<kDim> besides(memory.k, params.stages, memory.heads);
+    OneItem<T, kDim, kStyle, kPlain>(p, item, fresh, memory, span, besides)
+        .run(params.maps, params.stages);
+  } else {
+    TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain>(p, item, fresh, memory, span)
+        .run(tables, [&] { wait_for_item(item); });
+  }
 }
 
 }  // namespace pianola::cuda
