@@ -87,7 +87,8 @@ struct GeneralItem {
         for (int i = 0; i < N; ++i) {
           const int d = 2 * lane + 64 * i;
           if (d >= cache.value_dim) continue;
-          float* row = memory.sums.merge + (warp * memory.heads + h) * (cache.value_dim + kMergePad);
+          float* row =
+              memory.sums.merge + (warp * memory.heads + h) * (cache.value_dim + kMergePad);
           *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }

@@ -211,10 +211,10 @@ struct ItemMemory {
   float2* part_score;      // [kItemHeads, kMostRanks] as WarpSums::score
   float* q;                // [heads, key_dim + kMergePad]
   WarpSums sums;
-  int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
-  T* k;                    // [fresh, key_dim]
-  T* v;                    // [fresh, value_dim]
-  int heads;               // that there is room for
+  int* place;  // [kDecodeTokens] of position low + i among the fresh, or -1
+  T* k;        // [fresh, key_dim]
+  T* v;        // [fresh, value_dim]
+  int heads;   // that there is room for
 
   __device__ __forceinline__ ItemMemory(const DecodeParams& p, unsigned char* memory)
       : barrier(reinterpret_cast<std::uint64_t*>(memory)),
@@ -242,8 +242,8 @@ inline std::size_t item_memory_bytes(const DecodeParams& p) {
   const LayerCacheView& cache = p.attention.cache;
   const int heads = group_heads(p);
   const int floats = p.part_floats + 2 * kItemHeads * kMostRanks +
-                     heads * (cache.key_dim + kMergePad) + WarpSums::floats(heads, cache.value_dim) +
-                     kDecodeTokens;
+                     heads * (cache.key_dim + kMergePad) +
+                     WarpSums::floats(heads, cache.value_dim) + kDecodeTokens;
   return kItemBytes + static_cast<std::size_t>(floats) * sizeof(float);
 }
 inline std::size_t fresh_bytes(const DecodeParams& p) {

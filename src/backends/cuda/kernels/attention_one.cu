@@ -15,7 +15,7 @@ constexpr std::size_t kSharedOfSm = 228 * 1024;
 constexpr std::size_t kSharedOfBlock = 1024;  // that the system takes of each
 // Of the rings of a multiprocessor: what is on its way must cover the latency of memory, and what
 // the kernels before and after have there is to stay.
-constexpr int kRingBytes = 96 * 1024;
+constexpr int kRingBytes = 64 * 1024;
 constexpr int kLeastStages = 2;  // a round of tiles
 
 template <typename T, int kDim>
@@ -59,8 +59,7 @@ bool launch_one(const AttentionArgs& args, const HeadsArgs& heads, int first, in
            std::max(fresh_bytes(params.p),
                     OneMemory<kDim>::bytes(params.stages, group_heads(params.p)));
   };
-  params.stages =
-      std::max(kRingBytes / (of_sm * kItemWarps * stage_bytes(kDim)), kLeastStages);
+  params.stages = std::max(kRingBytes / (of_sm * kItemWarps * stage_bytes(kDim)), kLeastStages);
   while (params.stages > kLeastStages && (bytes() + kSharedOfBlock) * of_sm > kSharedOfSm) {
     --params.stages;
   }

@@ -1,15 +1,16 @@
 // attend() with its heads, where the token's own position is the only one of this step that it
 // attends to: one token of each lane, in steps of any size. 16-bit caches, heads of 64 and of 128
-// that rope turns whole, groups of at most kItemHeads. The sums are those of attention_tensor.cuh, in
-// the same order, with the same bits, and an item that needs other tokens' keys is computed there.
+// that rope turns whole, groups of at most kItemHeads. The sums are those of attention_tensor.cuh,
+// in the same order, with the same bits, and an item that needs other tokens' keys is computed
+// there.
 //
 // Such a step is a chain of short kernels, so what counts is how soon after wait_for_previous()
 // this one is done. Whatever the token's q, k and v do not decide is read, computed and addressed
 // before, and keys and values are on their way, as many as a ring holds. Then every lane takes its
-// part of q right as an operand of the tensor cores, finishes it in registers, and no warp waits for
-// another until the warps' sums are added. The warp of the token's own position does the same with
-// its key and value, and stores them. And the way to the result is short, as no instruction of it is
-// in a cache when the kernel starts.
+// part of q right as an operand of the tensor cores, finishes it in registers, and no warp waits
+// for another until the warps' sums are added. The warp of the token's own position does the same
+// with its key and value, and stores them. And the way to the result is short, as no instruction of
+// it is in a cache when the kernel starts.
 #pragma once
 
 #include "backends/cuda/kernels/attention_decode.cuh"
@@ -105,9 +106,9 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
   }
   __device__ __forceinline__ std::uint32_t own_value() const { return own_key() + 2 * kDim; }
 
-  // Position r of a product's first eight is row box_row(r) of the tile. Rows behind the token's own
-  // get no weight, so its key and value will do for them: the cache may hold anything there, but a
-  // product of 0 must be 0.
+  // Position r of a product's first eight is row box_row(r) of the tile. Rows behind the token's
+  // own get no weight, so its key and value will do for them: the cache may hold anything there,
+  // but a product of 0 must be 0.
   __device__ __forceinline__ void load_keys(Keys& k, std::uint32_t tile, int own_row) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -276,8 +277,8 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
 
   // Whether the way from q to the result is walked once before the wait, with nothing real and
   // nothing left: then its instructions are in the caches when q is there. Qwen3-0.6B, heads of
-  // 128, loses by it (1,495 tokens/s to 1,381); 1B, heads of 64, gains (1,340 to 1,347). In steps of
-  // several tokens thread blocks share the caches.
+  // 128, loses by it (1,495 tokens/s to 1,381); 1B, heads of 64, gains (1,340 to 1,347). In steps
+  // of several tokens thread blocks share the caches.
   __device__ __forceinline__ bool rehearses() const { return kDim == 64 && p.tokens == 1; }
 
   __device__ __forceinline__ void run(const RingMaps& maps, int stages) const {
@@ -335,7 +336,6 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
   // All rounds, or in a rehearsal one that leaves the ring alone.
   __device__ __forceinline__ void walk(Ring& ring, const typename Base::Query& query,
                                        bool real) const {
-    float4* out = item_out(p, item);
     Walk at{item.team, span.first() + item.team};
     typename Ring::Turn turn;
     Sums sums = {};
@@ -352,7 +352,8 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
         if (odd) to = own_memory.sums;
         odd = !odd;
         store(to, sums, most, total);
-        end_rank<kPlain>(p, item, out, kDim, memory, to, at.rank, real);
+        end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), kDim, memory, to, at.rank,
+                         real);
         if (next.block == item.blocks || !real) break;
 #pragma unroll
         for (int s = 0; s < kValueSteps; ++s) {
@@ -367,18 +368,16 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
       }
       at = next;
     }
-    add_parts<kPlain>(p, item, out, kDim, memory, real);
+    add_parts<kPlain>(p, *memory.item, item_out(p, *memory.item), kDim, memory, real);
   }
 
   // Tiles of kTiles blocks. Where a stage has been read, the next tile comes.
   __device__ __forceinline__ void add_round(Ring& ring, typename Ring::Turn& turn, const Walk& at,
                                             const typename Base::Query& query, bool real,
-                                            Sums& sums, float (&most)[2],
-                                            float (&total)[2]) const {
+                                            Sums& sums, float (&most)[2], float (&total)[2]) const {
     const float scale = p.attention.scale * kLog2e;
     int stage[kTiles];  // -1: the token attends to nothing of that tile
     int base[kTiles];
-    Keys k[kTiles];
     Values v[kTiles];
     float scores[kTiles][4];  // (position r, heads 2j and 2j + 1), then position r + 8
     float best[2] = {most[0], most[1]};
@@ -387,12 +386,13 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
       const int block = at.block + u * item.ranks;
       base[u] = tile_base(block);
       stage[u] = ring.wants(block) ? ring.wait(turn) : -1;
-      if (stage[u] >= 0) load_keys(k[u], ring.keys(stage[u]), item.position - base[u]);
     }
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
       if (stage[u] < 0) continue;
-      Base::multiply_keys(scores[u], k[u], query);
+      Keys k;
+      load_keys(k, ring.keys(stage[u]), item.position - base[u]);
+      Base::multiply_keys(scores[u], k, query);
       load_values(v[u], ring.values(stage[u]), span.begin - base[u], item.position - base[u]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -443,6 +443,17 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
   }
 };
 
+// An item that attends to other tokens of this step. Not inline, as both ways would share too few
+// registers.
+template <typename T, int kDim, bool kPlain>
+__device__ __noinline__ void attend_lane(const DecodeParams& p, Tables tables, Item item,
+                                         Fresh fresh, unsigned char* shared) {
+  const ItemMemory<T> memory(p, shared);
+  const Span<kPlain> span(p.attention.cache, item.end);
+  TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain>(p, item, fresh, memory, span)
+      .run(tables, [&] { wait_for_item(item); });
+}
+
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
 __global__ void __launch_bounds__(kItemThreads, one_blocks(kDim))
     attend_one(const __grid_constant__ OneParams params) {
@@ -460,8 +471,7 @@ __global__ void __launch_bounds__(kItemThreads, one_blocks(kDim))
     OneItem<T, kDim, kStyle, kPlain>(p, item, fresh, memory, span, besides)
         .run(params.maps, params.stages);
   } else {
-    TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain>(p, item, fresh, memory, span)
-        .run(tables, [&] { wait_for_item(item); });
+    attend_lane<T, kDim, kPlain>(p, tables, item, fresh, shared);
   }
 }
 

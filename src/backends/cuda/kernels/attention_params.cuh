@@ -122,8 +122,7 @@ inline DecodeParams decode_params(const AttentionArgs& args, const HeadsArgs* he
   p.group = args.heads / cache.kv_heads;
   p.parts = parts_of(args.heads, cache.kv_heads);
   p.log_cluster = log_cluster;
-  p.part_floats =
-      part_floats(group_heads(p) * (cache.value_dim / 4), 1 << log_cluster);
+  p.part_floats = part_floats(group_heads(p) * (cache.value_dim / 4), 1 << log_cluster);
   return p;
 }
 

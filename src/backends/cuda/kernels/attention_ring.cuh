@@ -16,13 +16,14 @@ struct RingMaps {
 // A stage of a ring: a warp's 16 positions of a block, keys and then values, each in boxes of 16
 // rows and 128 bytes.
 inline constexpr int kTileRows = 16;
-__host__ __device__ constexpr int tile_boxes(int dim) { return dim * 2 / kBoxBytes; }  // of the keys
+// Boxes of the keys, and so of the values.
+__host__ __device__ constexpr int tile_boxes(int dim) { return dim * 2 / kBoxBytes; }
 __host__ __device__ constexpr int stage_bytes(int dim) {
   return 2 * tile_boxes(dim) * kTileRows * kBoxBytes;
 }
 
-// Where a lane reads a row of a tile: at chunk(b, c), its own chunk of 16 bytes of box b, or the one
-// whose number differs by the bits of c.
+// Where a lane reads a row of a tile: at chunk(b, c), its own chunk of 16 bytes of box b, or the
+// one whose number differs by the bits of c.
 struct TileRow {
   std::uint32_t at;
   int stride;  // from box to box
@@ -53,9 +54,9 @@ class TileRing {
     map_ = is_value ? &maps.values : &maps.keys;
     box_x_ = lane % kBoxes * kBoxBytes;
     block_rows_ = cache.kv_heads * kCacheBlock;
-    first_row_ = (item.row * (cache.capacity / kCacheBlock) * cache.kv_heads + item.kv_head) *
-                     kCacheBlock +
-                 thread_index() / 32 * kTileRows;
+    first_row_ =
+        (item.row * (cache.capacity / kCacheBlock) * cache.kv_heads + item.kv_head) * kCacheBlock +
+        thread_index() / 32 * kTileRows;
     if (lane == 0) {
 #pragma unroll 1
       for (int i = 0; i < stages; ++i) init_barrier(barriers + 8 * i, 1);

@@ -433,8 +433,8 @@ struct TensorItem {
       }
       if (last) {
         store(sums, most, total);
-        end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory,
-                         memory.sums, at.rank);
+        end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory, memory.sums,
+                         at.rank);
         if (next.block == item.blocks) break;
         __syncthreads();  // the warps' results have been read
 #pragma unroll

@@ -64,12 +64,12 @@ __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
   }
 }
 
-// Boxes lie in shared memory as the copy engine's pattern of 128 bytes: chunk c of 16 bytes of row r
-// at place c ^ r % 8.
+// Boxes lie in shared memory as the copy engine's pattern of 128 bytes: chunk c of 16 bytes of row
+// r at place c ^ r % 8.
 inline constexpr int kBoxBytes = 128;   // of a row
 inline constexpr int kBoxAlign = 1024;  // of the pattern
-// What row g of eight is to a product on tensor cores, so that a quarter of a warp, which reads four
-// chunks of two rows, meets every bank once.
+// What row g of eight is to a product on tensor cores, so that a quarter of a warp, which reads
+// four chunks of two rows, meets every bank once.
 __device__ __forceinline__ constexpr int box_row(int g) { return g / 2 + g % 2 * 4; }
 
 // A box of a matrix (boxes_of() in launch.h) from byte x of row y on.
