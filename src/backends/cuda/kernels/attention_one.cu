@@ -16,15 +16,15 @@ constexpr std::size_t kSharedOfBlock = 1024;  // that the system takes of each
 // Of the rings of a multiprocessor: what is on its way must cover the latency of memory, and leave
 // the kernels before and after what they have there.
 constexpr int kRingBytes = 64 * 1024;
+constexpr int kMostLogCluster = 4;
 
 template <typename T, int kDim>
-Kernel choose(const DecodeParams& p) {
-  const bool plain = p.attention.cache.window == 0 && !p.attention.sinks;
-  if (p.heads.style == RopeStyle::kHalf) {
+Kernel choose(const HeadsArgs& heads, bool plain) {
+  if (heads.style == RopeStyle::kHalf) {
     return plain ? attend_one<T, kDim, RopeStyle::kHalf, true>
                  : attend_one<T, kDim, RopeStyle::kHalf, false>;
   }
-  const bool normed = p.heads.q_norm || p.heads.k_norm;
+  const bool normed = heads.q_norm || heads.k_norm;
   return plain && !normed ? attend_one<T, kDim, RopeStyle::kInterleaved, true> : nullptr;
 }
 
@@ -35,7 +35,8 @@ std::int64_t cache_rows(const LayerCacheView& cache) {
 
 template <int kDim>
 std::size_t shared_bytes(const OneParams& params) {
-  const std::size_t own = OneMemory<kDim>::bytes(params.stages, group_heads(params.p));
+  const std::size_t own =
+      OneMemory<kDim>::bytes(params.stages, group_heads(params.p), params.p.log_cluster);
   return item_memory_bytes(params.p) + std::max(fresh_bytes(params.p), own);
 }
 
@@ -43,30 +44,37 @@ std::size_t shared_bytes(const OneParams& params) {
 template <int kDim>
 bool set_stages(OneParams& params, int blocks) {
   params.stages = std::max(kRingBytes / (blocks * kItemWarps * stage_bytes(kDim)), tiles_of(kDim));
-  const auto fits = [&] {
-    return (shared_bytes<kDim>(params) + kSharedOfBlock) * static_cast<std::size_t>(blocks) <=
-           kSharedOfSm;
-  };
-  while (!fits() && params.stages > tiles_of(kDim)) --params.stages;
-  return fits();
+  const std::size_t most = kSharedOfSm / static_cast<std::size_t>(blocks) - kSharedOfBlock;
+  while (shared_bytes<kDim>(params) > most && params.stages > tiles_of(kDim)) --params.stages;
+  return shared_bytes<kDim>(params) <= most;
 }
 
-// An item has as many teams as the device has room for at once. Where there are too many items, it
-// has two, as tokens of one step may differ much in length.
+Grid grid_of(int items, int log_cluster, std::size_t shared) {
+  return {.blocks = dim3(static_cast<unsigned>(items) << log_cluster),
+          .threads = dim3(kItemThreads),
+          .shared_bytes = shared,
+          .cluster = 1U << log_cluster};
+}
+
+// An item has as many teams as let all items be on the device at once. Where there are too many
+// items, it has two, as tokens of one step may differ much in length.
 template <int kDim>
-OneParams plan(const AttentionArgs& args, const HeadsArgs& heads, int first, int tokens, int sms) {
+OneParams plan(const AttentionArgs& args, const HeadsArgs& heads, int first, int tokens,
+               Kernel kernel) {
   const int items = tokens * args.cache.kv_heads;
   OneParams params;
-  static_assert(1 << 4 == kMostRanks);
-  for (int log = 4; log >= 0; --log) {
-    const int blocks = ((items << log) + sms - 1) / sms;  // of a multiprocessor
-    if (blocks > one_blocks(kDim)) continue;
+  static_assert(1 << kMostLogCluster == kMostRanks);
+  for (int log = kMostLogCluster; log >= 0; --log) {
     params.p = decode_params(args, &heads, first, tokens, log);
-    if (set_stages<kDim>(params, blocks)) return params;
+    for (int blocks = 1; blocks <= one_blocks(kDim); ++blocks) {
+      if (!set_stages<kDim>(params, blocks)) break;
+      // As much as lets so many of them, and no more, onto a multiprocessor.
+      const std::size_t shared = kSharedOfSm / static_cast<std::size_t>(blocks) - kSharedOfBlock;
+      if (clusters_at_once("attend", kernel, grid_of(items, log, shared)) >= items) return params;
+    }
   }
   params.p = decode_params(args, &heads, first, tokens, 1);
-  for (int blocks = one_blocks(kDim); blocks > 0; --blocks) {
-    if (set_stages<kDim>(params, blocks)) break;
+  for (int blocks = one_blocks(kDim); blocks > 0 && !set_stages<kDim>(params, blocks); --blocks) {
   }
   return params;
 }
@@ -75,18 +83,14 @@ template <typename T, int kDim>
 bool launch_one(const AttentionArgs& args, const HeadsArgs& heads, int first, int tokens,
                 const Launch& launch) {
   const LayerCacheView& cache = args.cache;
-  OneParams params = plan<kDim>(args, heads, first, tokens, launch.sms);
-  const Kernel kernel = choose<T, kDim>(params.p);
+  const Kernel kernel = choose<T, kDim>(heads, cache.window == 0 && !args.sinks);
   if (!kernel) return false;
+  OneParams params = plan<kDim>(args, heads, first, tokens, kernel);
   const auto rows = static_cast<int>(cache_rows(cache));
   params.maps = {.keys = boxes_of(cache.keys, rows, kDim * 2, kTileRows, kBoxBytes),
                  .values = boxes_of(cache.values, rows, kDim * 2, kTileRows, kBoxBytes)};
-  const auto blocks = static_cast<unsigned>(tokens * cache.kv_heads) << params.p.log_cluster;
   launch_grid(launch, "attend", kernel,
-              Grid{.blocks = dim3(blocks),
-                   .threads = dim3(kItemThreads),
-                   .shared_bytes = shared_bytes<kDim>(params),
-                   .cluster = 1U << params.p.log_cluster},
+              grid_of(tokens * cache.kv_heads, params.p.log_cluster, shared_bytes<kDim>(params)),
               params);
   return true;
 }

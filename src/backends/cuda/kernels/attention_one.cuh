@@ -41,21 +41,22 @@ struct OneMemory {
   unsigned char* ring;  // [kItemWarps, stages] tiles
   unsigned char* own;   // [2, kDim] key and value of the token, 16 bits an element
   HeadTables<kDim>* tables;
-  WarpSums sums;           // of every other rank, so that none waits until one has been read
   std::uint32_t barriers;  // [kItemWarps, stages] of the rings
+  WarpSums sums;  // of a team's every other rank, so that none waits until one has been read
 
   __device__ __forceinline__ OneMemory(void* memory, int stages, int heads)
       : ring(static_cast<unsigned char*>(memory) +
              (kBoxAlign - shared_address(memory) % kBoxAlign) % kBoxAlign),
         own(ring + stages * kItemWarps * stage_bytes(kDim)),
         tables(reinterpret_cast<HeadTables<kDim>*>(own + 4 * kDim)),
-        sums(reinterpret_cast<float*>(tables + 1), heads, kDim),
-        barriers(shared_address(sums.score + kItemWarps * kItemHeads)) {}
+        barriers(shared_address(tables + 1)),
+        sums(reinterpret_cast<float*>(tables + 1) + 2 * kItemWarps * stages, heads, kDim) {}
 
-  static std::size_t bytes(int stages, int heads) {
+  static std::size_t bytes(int stages, int heads, int log_cluster) {
     const int each = stage_bytes(kDim) + static_cast<int>(sizeof(std::uint64_t));
+    const int others = 1 << log_cluster < kMostRanks ? WarpSums::floats(heads, kDim) : 0;
     return kBoxAlign + static_cast<std::size_t>(stages * kItemWarps * each + 4 * kDim) +
-           sizeof(HeadTables<kDim>) + WarpSums::floats(heads, kDim) * sizeof(float);
+           sizeof(HeadTables<kDim>) + static_cast<std::size_t>(others) * sizeof(float);
   }
 };
 
