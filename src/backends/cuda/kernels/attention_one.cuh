@@ -406,7 +406,9 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
     __syncwarp();
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
-      if (real && stage[u] >= 0) ring.load(stage[u]);
+      if (!real || stage[u] < 0) continue;
+      ring.load(stage[u]);
+      ring.fetch();
     }
     Base::rescale(best, most, total, sums);
 #pragma unroll

@@ -43,21 +43,18 @@ class TileRing {
   __device__ __forceinline__ TileRing(const RingMaps& maps, const Item& item,
                                       const Span<kPlain>& span, const LayerCacheView& cache,
                                       std::uint32_t at, std::uint32_t barriers, int stages)
-      : item_(item),
+      : maps_(maps),
+        item_(item),
         span_(span),
+        cache_(cache),
         ring_(at),
         barriers_(barriers),
         stages_(stages),
-        ahead_{item.team, span.first() + item.team} {
-    const int lane = thread_index() & 31;
-    const bool is_value = lane >= kBoxes;
-    map_ = is_value ? &maps.values : &maps.keys;
-    box_x_ = lane % kBoxes * kBoxBytes;
-    block_rows_ = cache.kv_heads * kCacheBlock;
-    first_row_ =
-        (item.row * (cache.capacity / kCacheBlock) * cache.kv_heads + item.kv_head) * kCacheBlock +
-        thread_index() / 32 * kTileRows;
-    if (lane == 0) {
+        first_row_((item.row * (cache.capacity / kCacheBlock) * cache.kv_heads + item.kv_head) *
+                       kCacheBlock +
+                   thread_index() / 32 * kTileRows),
+        ahead_(span.first() + item.team) {
+    if ((thread_index() & 31) == 0) {
 #pragma unroll 1
       for (int i = 0; i < stages; ++i) init_barrier(barriers + 8 * i, 1);
       fence_barriers();
@@ -74,21 +71,25 @@ class TileRing {
   __device__ __forceinline__ void fill() {
 #pragma unroll 1
     for (int stage = 0; stage < stages_; ++stage) load(stage);
+    beyond_ = ahead_;
+#pragma unroll 1
+    for (int i = 0; i < kFetched; ++i) fetch();
   }
   // The next tile of the walk to where `stage` has been read by all lanes.
   __device__ __forceinline__ void load(int stage) {
-    while (ahead_.block < item_.blocks && !wants(ahead_.block)) {
-      ahead_.next(item_, span_.first(), 1);
-    }
-    if (ahead_.block >= item_.blocks) return;
+    const int row = next_row(ahead_);
+    if (row < 0) return;
     const int lane = thread_index() & 31;
     const std::uint32_t barrier = barriers_ + 8 * stage;
     if (lane == 0) expect_bytes(barrier, stage_bytes(kDim));
     if (lane < 2 * kBoxes) {
-      copy_box(keys(stage) + lane * kTileBytes, map_, box_x_,
-               first_row_ + span_.place(ahead_.block) * block_rows_, barrier);
+      copy_box(keys(stage) + lane * kTileBytes, box_map(), box_x(), row, barrier);
     }
-    ahead_.next(item_, span_.first(), 1);
+  }
+  // A tile further on to the second-level cache.
+  __device__ __forceinline__ void fetch() {
+    const int row = next_row(beyond_);
+    if (row >= 0 && (thread_index() & 31) < 2 * kBoxes) fetch_box(box_map(), box_x(), row);
   }
 
   // The stage of the next tile, once the tile is there.
@@ -121,16 +122,40 @@ class TileRing {
   }
 
  private:
+  static constexpr int kFetched = 4;  // tiles
+
+  // Where the next tile of a walk begins that the token attends to, or -1: there is none. `block`
+  // is that of the walk, which is Walk's, a block at a time.
+  __device__ __forceinline__ int next_row(int& block) const {
+    while (block < item_.blocks && !wants(block)) block = behind(block);
+    if (block >= item_.blocks) return -1;
+    const int row = first_row_ + span_.place(block) * (cache_.kv_heads * kCacheBlock);
+    block = behind(block);
+    return row;
+  }
+  __device__ __forceinline__ int behind(int block) const {
+    const int next = block + item_.ranks;
+    if (next < item_.blocks) return next;
+    const int rank = ((block - span_.first()) & (kMostRanks - 1)) + item_.teams;
+    return rank < item_.ranks ? span_.first() + rank : item_.blocks;
+  }
+
+  // The box of a tile that this lane asks for.
+  __device__ __forceinline__ const CUtensorMap* box_map() const {
+    return (thread_index() & 31) < kBoxes ? &maps_.keys : &maps_.values;
+  }
+  static __device__ __forceinline__ int box_x() { return thread_index() % kBoxes * kBoxBytes; }
+
+  const RingMaps& maps_;
   const Item& item_;
   const Span<kPlain>& span_;
+  const LayerCacheView& cache_;
   std::uint32_t ring_;
   std::uint32_t barriers_;
   int stages_;
-  Walk ahead_;              // the next tile to ask for
-  const CUtensorMap* map_;  // of the box that this lane asks for
-  int box_x_;
-  int block_rows_;
   int first_row_;  // of this warp's tile of the slot's first block
+  int ahead_;      // block of the next tile to ask for
+  int beyond_;     // of the next one to fetch
 };
 
 // Four 8 x 8 matrices of 16-bit elements, each transposed: lanes 8 m + 0..7 have the addresses of

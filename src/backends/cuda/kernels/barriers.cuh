@@ -82,6 +82,13 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const void* map, int 
       : "memory");
 }
 
+// The same box to the second-level cache.
+__device__ __forceinline__ void fetch_box(const void* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x),
+               "r"(y)
+               : "memory");
+}
+
 // To the shared memory of a peer, whose barrier counts the bytes.
 __device__ __forceinline__ void send(std::uint32_t to, float v, std::uint32_t barrier) {
   asm volatile(
