@@ -874,42 +874,61 @@ TEST(Attend, SmallOneTokenMatchesDoublePrecision) {
 // A lane of each length, as many as there may be, and the first few of them: every launch has
 // thread blocks of its own for a token. The bits are those of attend_tensor() after finish_heads(),
 // and of each token alone.
-TEST(Attend, TokensOfManyLanesHaveTheBitsOfOneAlone) {
-  const int lengths[] = {1, 15, 16, 17, 63, 64, 65, 512, 1023, 1024, 1025, 2049};
+void check_lanes(Shape shape, const std::vector<int>& lengths) {
+  shape.slots = kDecodeTokens;
+  std::vector<Lane> lanes;
+  for (int i = 0; i < shape.slots; ++i) {
+    lanes.push_back({i, {lengths[std::size_t(i) % lengths.size()] - 1}});
+  }
   Launch on;
   on.sms = multiprocessors();
-  for (Shape shape : one_token_shapes(2112, 300)) {
-    shape.slots = kDecodeTokens;
-    std::vector<Lane> lanes;
-    for (int i = 0; i < shape.slots; ++i) {
-      lanes.push_back({i, {lengths[std::size_t(i) % std::size(lengths)] - 1}});
-    }
-    Layer layer(shape, lengths_before(lanes));
-    const std::size_t width = std::size_t(shape.heads * shape.value_dim);
-    std::vector<float> alone;
-    for (const Lane& lane : lanes) {
-      const Step step(layer, {lane}, 1);
-      launch(step, Route::kFused, on);
+  Layer layer(shape, lengths_before(lanes));
+  const std::size_t width = std::size_t(shape.heads * shape.value_dim);
+  std::vector<float> alone;
+  for (const Lane& lane : lanes) {
+    const Step step(layer, {lane}, 1);
+    launch(step, Route::kFused, on);
+    ok(cudaDeviceSynchronize());
+    const std::vector<float> out = step.read_out();
+    alone.insert(alone.end(), out.begin(), out.end());
+  }
+  for (const int count : {2, 5, 8, 16, 17, 32, 33, 64}) {
+    const std::vector<Lane> some(lanes.begin(), lanes.begin() + count);
+    for (const Route route : {Route::kFused, Route::kSeparate}) {
+      layer.reset();
+      const Step step(layer, some, std::min(count + count % 2 * 7, kDecodeTokens));
+      launch(step, route, on);
       ok(cudaDeviceSynchronize());
-      const std::vector<float> out = step.read_out();
-      alone.insert(alone.end(), out.begin(), out.end());
+      ASSERT_TRUE(same_bits(step.read_out().data(), alone.data(), std::size_t(count) * width))
+          << shape.name() << ", " << count << " lanes, "
+          << (route == Route::kFused ? "fused" : "after finish_heads");
     }
-    for (const int count : {2, 5, 8, 16, 17, 32, 33, 64}) {
-      const std::vector<Lane> some(lanes.begin(), lanes.begin() + count);
-      for (const Route route : {Route::kFused, Route::kSeparate}) {
-        layer.reset();
-        const Step step(layer, some, std::min(count + count % 2 * 7, kDecodeTokens));
-        launch(step, route, on);
-        ok(cudaDeviceSynchronize());
-        ASSERT_TRUE(same_bits(step.read_out().data(), alone.data(), std::size_t(count) * width))
-            << shape.name() << ", " << count << " lanes, "
-            << (route == Route::kFused ? "fused" : "after finish_heads");
-      }
+  }
+  const Result fused = run(layer, lanes, kDecodeTokens, Route::kFused);
+  const Result separate = run(layer, lanes, kDecodeTokens, Route::kSeparate);
+  EXPECT_TRUE(fused.keys == separate.keys) << shape.name();
+  EXPECT_TRUE(fused.values == separate.values) << shape.name();
+}
+
+TEST(Attend, TokensOfManyLanesHaveTheBitsOfOneAlone) {
+  for (const Shape& shape : one_token_shapes(2112, 300)) {
+    check_lanes(shape, {1, 15, 16, 17, 63, 64, 65, 512, 1023, 1024, 1025, 2049});
+    if (HasFatalFailure()) return;
+  }
+}
+
+// So many items that each has one thread block, up to more than there is room for at once.
+TEST(Attend, TokensOfManyLanesAndHeadsHaveTheBitsOfOneAlone) {
+  for (const int dim : {64, 128}) {
+    for (const int kv_heads : {8, 4}) {
+      Shape shape;
+      shape.heads = 32;
+      shape.kv_heads = kv_heads;
+      shape.key_dim = shape.value_dim = dim;
+      shape.capacity = 1152;
+      check_lanes(shape, {1, 16, 17, 64, 65, 512, 1090});
+      if (HasFatalFailure()) return;
     }
-    const Result fused = run(layer, lanes, kDecodeTokens, Route::kFused);
-    const Result separate = run(layer, lanes, kDecodeTokens, Route::kSeparate);
-    EXPECT_TRUE(fused.keys == separate.keys) << shape.name();
-    EXPECT_TRUE(fused.values == separate.values) << shape.name();
   }
 }
 

@@ -172,18 +172,20 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
                  const Launch& launch) {
   const LayerCacheView& cache = args.cache;
   const int tokens = std::min(args.tokens - first, kDecodeTokens);
-  if (attend_one_from(args, heads, first, tokens, launch)) return;
+  if (tokens > 1 && attend_lanes_from(args, heads, first, tokens, launch)) return;
   const int items = tokens * cache.kv_heads * parts_of(args.heads, cache.kv_heads);
   const DecodeParams p =
       decode_params(args, heads, first, tokens, log_cluster_of(items, launch.sms));
 
   const bool plain = cache.window == 0 && !args.sinks;
-  const DecodeKernel kernel = plain ? plain_kernel(cache) : window_kernel(cache);
+  const DecodeKernel one = one_kernel(p);
+  const DecodeKernel kernel = one ? one : plain ? plain_kernel(cache) : window_kernel(cache);
+  const std::size_t extra = one ? one_extra_bytes(cache.key_dim) : 0;
   const auto blocks = static_cast<unsigned>(items) << p.log_cluster;
   launch_grid(launch, "attend", kernel,
               Grid{.blocks = dim3(blocks),
                    .threads = dim3(kItemThreads),
-                   .shared_bytes = item_memory_bytes(p) + fresh_bytes(p),
+                   .shared_bytes = item_memory_bytes(p) + fresh_bytes(p) + extra,
                    .cluster = 1U << p.log_cluster},
               p);
 }

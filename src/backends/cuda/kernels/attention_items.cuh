@@ -252,9 +252,11 @@ inline std::size_t fresh_bytes(const DecodeParams& p) {
   return row_bytes(cache.dtype, static_cast<std::size_t>(elements));
 }
 
-// Before anything else; all teams of a cluster, whether they have work or not.
+// Before anything else; all teams of a cluster, whether they have work or not. A team that is the
+// only one has no cluster: its parts are stores of its own.
 template <typename T>
-__device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
+__device__ __forceinline__ void start_cluster(const DecodeParams& p, const ItemMemory<T>& memory) {
+  if (p.log_cluster == 0) return;
   if (thread_index() == 0) {
     init_barrier(shared_address(memory.barrier), 1);
     fence_barriers();
@@ -266,15 +268,34 @@ __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
 template <typename T>
 __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& item,
                                              const ItemMemory<T>& memory) {
-  if (thread_index() != 0 || item.ranks == 1 || item.team >= item.targets) return;
+  if (item.teams == 1 || item.ranks == 1) return;
+  if (thread_index() != 0 || item.team >= item.targets) return;
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   const int mine = min(1 << item.log_slice, columns - (item.team << item.log_slice));
   const int bytes = item.ranks * (mine * 16 + item.heads * 8);
   expect_bytes(shared_address(memory.barrier), bytes);
 }
+// Until all teams have started: parts may be given to them.
+__device__ __forceinline__ void wait_for_teams(const Item& item) {
+  if (item.teams > 1 && item.ranks > 1) cluster_wait();
+}
+// To what lies at `to` here, of a team.
+template <typename T, typename Part>
+__device__ __forceinline__ void give_part(const Item& item, const ItemMemory<T>& memory, Part* to,
+                                          Part part, int team) {
+  if (item.teams == 1) {
+    *to = part;
+  } else {
+    send(memory.peer(shared_address(to), team), part, memory.peer_barrier(team));
+  }
+}
 template <typename T>
-__device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
-  wait_barrier(shared_address(memory.barrier), 0, "parts of rank", 0);
+__device__ __forceinline__ void wait_for_parts(const Item& item, const ItemMemory<T>& memory) {
+  if (item.teams == 1) {
+    __syncthreads();
+  } else {
+    wait_barrier(shared_address(memory.barrier), 0, "parts of rank", 0);
+  }
 }
 
 // --- q, and keys and values of this step's tokens, come into shared memory. ---

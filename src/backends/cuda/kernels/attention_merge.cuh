@@ -82,8 +82,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
     if (target < item.targets && head < item.heads) {
       const float2 score = merge_scores(sums, head, factor);
       if (real) {
-        send(memory.peer(shared_address(memory.part_score + head * kMostRanks + rank), target),
-             score, memory.peer_barrier(target));
+        give_part(item, memory, memory.part_score + head * kMostRanks + rank, score, target);
       }
     }
   }
@@ -102,8 +101,7 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
       const int target = i >> item.log_slice;
       const int place = (i & ((1 << item.log_slice) - 1)) * item.ranks + rank;
       if (real) {
-        send(memory.peer(shared_address(memory.part + place), target), sum,
-             memory.peer_barrier(target));
+        give_part(item, memory, memory.part + place, sum, target);
       }
     } else {
       store_column<kPlain>(p, item, head, out + i, sum, score, real);
@@ -125,7 +123,7 @@ __device__ __forceinline__ void add_parts(const DecodeParams& p, const Item& ite
   const int columns = value_dim / 4;
   const int first = item.team << item.log_slice;
   const int mine = min(1 << item.log_slice, item.heads * columns - first);
-  if (real) wait_for_parts(memory);
+  if (real) wait_for_parts(item, memory);
 #pragma unroll 1
   for (int base = tid / 32 * (32 / kLanes); base < mine; base += kItemThreads / kLanes) {
     const int local = base + tid % 32 / kLanes;

@@ -82,7 +82,11 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const void* map, int 
       : "memory");
 }
 
-// The same box to the second-level cache.
+// A multiple of 16 bytes to the second-level cache.
+__device__ __forceinline__ void fetch_bulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// A box to the same.
 __device__ __forceinline__ void fetch_box(const void* map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x),
                "r"(y)
