@@ -74,8 +74,8 @@ LanesParams plan(const AttentionArgs& args, const HeadsArgs& heads, int first, i
     }
   }
   params.p = decode_params(args, &heads, first, tokens, 1);
-  for (int blocks = lanes_blocks(kDim); blocks > 0 && !set_stages<kDim>(params, blocks); --blocks) {
-  }
+  int blocks = lanes_blocks(kDim);
+  while (!set_stages<kDim>(params, blocks) && blocks > 1) --blocks;
   return params;
 }
 
