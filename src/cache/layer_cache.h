@@ -122,6 +122,7 @@ struct LayerCacheView {
   int capacity = 0;  // positions a slot holds, a multiple of kCacheBlock
   int window = 0;    // 0: no window, and every position is below capacity
   CacheHolds holds = CacheHolds::kTokens;
+  int slots = 1;
   std::size_t key_slot_bytes = 0;  // stride from slot to slot, scales included
   std::size_t value_slot_bytes = 0;
   std::byte* keys = nullptr;    // [slots, capacity / 64, kv_heads, 64, key_dim]

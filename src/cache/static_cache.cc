@@ -252,6 +252,7 @@ LayerCacheView StaticCache::layer(int index) const {
           .capacity = layout_.capacity(index),
           .window = spec.window,
           .holds = spec.holds,
+          .slots = layout_.slots(index),
           .key_slot_bytes = layout_.key_bytes(index),
           .value_slot_bytes = spec.latent ? layout_.key_bytes(index) : layout_.value_bytes(index),
           .keys = arena_->address(region.keys),

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "backends/cuda/kernels/attention_common.cuh"
+#include "backends/cuda/kernels/linear.h"
 #include "backends/reference/ops.h"
 #include "tensor/half.h"
 
@@ -201,6 +202,7 @@ class Layer {
     view.value_dim = shape_.value_dim;
     view.capacity = shape_.capacity;
     view.window = shape_.window;
+    view.slots = shape_.slots;
     view.key_slot_bytes = shape_.slot_bytes(shape_.key_dim);
     view.value_slot_bytes = shape_.slot_bytes(shape_.value_dim);
     view.keys = device_keys_.get();
@@ -312,7 +314,7 @@ class Step {
     position_ = DeviceArray<std::int32_t>(position);
     lane_of_ = DeviceArray<std::int32_t>(lane_of);
     first_ = DeviceArray<std::int32_t>(first);
-    row_of.resize(32, 1 << 20);  // as long as StepStateLayout makes it
+    row_of.resize((row_of.size() + 31) / 32 * 32, 1 << 20);  // as StepStateLayout makes it
     row_of_ = DeviceArray<std::int32_t>(row_of);
     counts_ = DeviceArray<StepCounts>({counts});
     q_ = DeviceArray<float>(q);
@@ -813,10 +815,11 @@ TEST(Attend, SmallSinksMatchDoublePrecision) {
   }
 }
 
-// --- Steps of one token, which have a kernel of their own. ---
+// --- Tokens of a lane each, which have a kernel of their own. ---
 
-// What that kernel is compiled for, with `capacity` positions or with a window of them.
-std::vector<Shape> one_token_shapes(int capacity, int window) {
+// What that kernel is compiled for, with `capacity` positions or with a window of `window` in steps
+// of up to `tokens` of a row.
+std::vector<Shape> one_token_shapes(int capacity, int window, int tokens = 1) {
   std::vector<Shape> all;
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const int dim : {64, 128}) {
@@ -837,7 +840,7 @@ std::vector<Shape> one_token_shapes(int capacity, int window) {
       shape.kv_heads = 2;
       shape.style = RopeStyle::kInterleaved;
       all.push_back(shape);
-      Shape ring = windowed(dtype, dim, window, 1);
+      Shape ring = windowed(dtype, dim, window, tokens);
       ring.heads = 8;
       ring.kv_heads = 1;
       ring.norms = true;
@@ -866,6 +869,108 @@ TEST(Attend, OneTokenMatchesDoublePrecision) {
 
 TEST(Attend, SmallOneTokenMatchesDoublePrecision) {
   check_one_token(one_token_shapes(192, 70), {-1, 0, 78, 150});
+}
+
+// A lane of each length, as many as there may be, and the first few of them: every launch has
+// thread blocks of its own for a token. The bits are those of attend_tensor() after finish_heads(),
+// and of each token alone.
+void check_lanes(Shape shape, const std::vector<int>& lengths) {
+  shape.slots = kDecodeTokens;
+  std::vector<Lane> lanes;
+  for (int i = 0; i < shape.slots; ++i) {
+    lanes.push_back({i, {lengths[std::size_t(i) % lengths.size()] - 1}});
+  }
+  Launch on;
+  on.sms = multiprocessors();
+  Layer layer(shape, lengths_before(lanes));
+  const std::size_t width = std::size_t(shape.heads * shape.value_dim);
+  std::vector<float> alone;
+  for (const Lane& lane : lanes) {
+    const Step step(layer, {lane}, 1);
+    launch(step, Route::kFused, on);
+    ok(cudaDeviceSynchronize());
+    const std::vector<float> out = step.read_out();
+    alone.insert(alone.end(), out.begin(), out.end());
+  }
+  for (const int count : {2, 5, 8, 16, 17, 32, 33, 64}) {
+    const std::vector<Lane> some(lanes.begin(), lanes.begin() + count);
+    for (const Route route : {Route::kFused, Route::kSeparate}) {
+      layer.reset();
+      const Step step(layer, some, std::min(count + count % 2 * 7, kDecodeTokens));
+      launch(step, route, on);
+      ok(cudaDeviceSynchronize());
+      ASSERT_TRUE(same_bits(step.read_out().data(), alone.data(), std::size_t(count) * width))
+          << shape.name() << ", " << count << " lanes, "
+          << (route == Route::kFused ? "fused" : "after finish_heads");
+    }
+  }
+  const Result fused = run(layer, lanes, kDecodeTokens, Route::kFused);
+  const Result separate = run(layer, lanes, kDecodeTokens, Route::kSeparate);
+  EXPECT_TRUE(fused.keys == separate.keys) << shape.name();
+  EXPECT_TRUE(fused.values == separate.values) << shape.name();
+}
+
+TEST(Attend, TokensOfManyLanesHaveTheBitsOfOneAlone) {
+  for (const Shape& shape : one_token_shapes(2112, 300)) {
+    check_lanes(shape, {1, 15, 16, 17, 63, 64, 65, 512, 1023, 1024, 1025, 2049});
+    if (HasFatalFailure()) return;
+  }
+}
+
+// So many items that each has one thread block, up to more than there is room for at once.
+TEST(Attend, TokensOfManyLanesAndHeadsHaveTheBitsOfOneAlone) {
+  for (const int dim : {64, 128}) {
+    for (const int kv_heads : {8, 4}) {
+      Shape shape;
+      shape.heads = 32;
+      shape.kv_heads = kv_heads;
+      shape.key_dim = shape.value_dim = dim;
+      shape.capacity = 1152;
+      check_lanes(shape, {1, 16, 17, 64, 65, 512, 1090});
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Lanes of one token beside some of several, whose tokens need each other's keys where they share a
+// block, and not where a block's end is between them; masked tokens and padding.
+TEST(Attend, LanesOfOneTokenAndOfSeveralMatchDoublePrecision) {
+  for (Shape shape : one_token_shapes(1216, 300, 9)) {
+    shape.slots = 8;
+    check_decode(shape,
+                 {{3, {700}},
+                  run_of(2, 1020, 9),
+                  {1, {-1}},
+                  {0, {1100}},
+                  run_of(4, 60, 5),
+                  {5, {0}},
+                  {6, {511, -1}},
+                  run_of(7, 0, 3)},
+                 32);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Attend, SmallLanesOfOneTokenAndOfSeveralMatchDoublePrecision) {
+  for (Shape shape : one_token_shapes(192, 70, 3)) {
+    shape.slots = 5;
+    check_decode(shape, {{3, {150}}, run_of(2, 62, 3), {1, {-1}}, {0, {64}}, {4, {0}}}, 8);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Deep enough for every ring of tiles to turn several times, in a few long rows and in many.
+TEST(Attend, DeepLanesMatchDoublePrecision) {
+  for (Shape shape : one_token_shapes(5056, 3000)) {
+    if (shape.dtype == DType::kF16) continue;
+    shape.slots = 40;
+    check_decode(shape, {{0, {4999}}}, 1);
+    check_decode(shape, {{0, {4999}}, {1, {5055}}, {2, {300}}}, 3);
+    std::vector<Lane> lanes;
+    for (int i = 0; i < 40; ++i) lanes.push_back({i, {i % 8 == 0 ? 4990 + i : 10 * i}});
+    check_decode(shape, lanes, 64);
+    if (HasFatalFailure()) return;
+  }
 }
 
 // A token's bits do not depend on the step, the bucket or the capacity of the ring.
@@ -1098,6 +1203,7 @@ TEST(Attend, DependentLaunchesAgree) {
   for (const Shape& one : one_token_shapes(1088, 300)) {
     check_dependent(one, {{0, {1040}}}, 1);
     check_dependent(one, {{1, {40}}}, 1);
+    check_dependent(one, {{0, {1040}}, {1, {40}}}, 4);
   }
 }
 
@@ -1294,6 +1400,41 @@ TEST(AttentionTiming, OneToken) {
   shape.style = RopeStyle::kHalf;
   shape.norms = true;
   time_one_token(shape, {64, 256, 4096});
+}
+
+// A token of each of `lanes` rows; the rows are others from launch to launch, so that the
+// second-level cache does not hold all.
+void time_lanes(Shape shape, int lanes, int context) {
+  const int steps_of_rows = std::max(2, 64 / lanes);
+  shape.capacity = (context + kCacheBlock - 1) / kCacheBlock * kCacheBlock;
+  shape.slots = steps_of_rows * lanes;
+  Layer layer(shape, {});
+  std::vector<Step> steps;
+  for (int i = 0; i < steps_of_rows; ++i) {
+    std::vector<Lane> rows;
+    for (int lane = 0; lane < lanes; ++lane) rows.push_back({i * lanes + lane, {context - 1}});
+    steps.emplace_back(layer, rows, lanes);
+  }
+  const double fused = microseconds(64, [&](const Launch& on, int i) {
+    launch(steps[std::size_t(i % steps_of_rows)], Route::kFused, on);
+  });
+  const double bytes = double(lanes) * context * shape.kv_heads *
+                       (shape.key_dim + shape.value_dim) * double(row_bytes(shape.dtype, 1));
+  std::printf("[ TIME     ] %s, %2d lanes, context %5d: %.2f us, %.0f GB/s\n", shape.name().c_str(),
+              lanes, context, fused, bytes / fused / 1e3);
+}
+
+TEST(AttentionTiming, LanesOfOneToken) {
+  Shape shape;
+  shape.heads = 32;
+  shape.kv_heads = 8;
+  for (const int context : {64, 512, 4096}) {
+    for (const int lanes : {2, 4, 8, 16, 32, 64}) time_lanes(shape, lanes, context);
+  }
+  shape.heads = 16;
+  shape.key_dim = shape.value_dim = 128;
+  shape.norms = true;
+  for (const int lanes : {2, 8, 32}) time_lanes(shape, lanes, 512);
 }
 
 TEST(AttentionTiming, OneTokenOfWideHeads) {

@@ -172,6 +172,7 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
                  const Launch& launch) {
   const LayerCacheView& cache = args.cache;
   const int tokens = std::min(args.tokens - first, kDecodeTokens);
+  if (tokens > 1 && attend_lanes_from(args, heads, first, tokens, launch)) return;
   const int items = tokens * cache.kv_heads * parts_of(args.heads, cache.kv_heads);
   const DecodeParams p =
       decode_params(args, heads, first, tokens, log_cluster_of(items, launch.sms));
@@ -184,7 +185,7 @@ void attend_from(const AttentionArgs& args, const HeadsArgs* heads, int first,
   launch_grid(launch, "attend", kernel,
               Grid{.blocks = dim3(blocks),
                    .threads = dim3(kItemThreads),
-                   .shared_bytes = item_memory_bytes(p, row_bytes(cache.dtype, 1)) + extra,
+                   .shared_bytes = item_memory_bytes(p) + fresh_bytes(p) + extra,
                    .cluster = 1U << p.log_cluster},
               p);
 }

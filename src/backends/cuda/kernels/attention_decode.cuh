@@ -1,7 +1,7 @@
 // The kernels of attend() for steps of any size and the choice between them: attend_tensor() serves
 // 16-bit caches with heads of at most 128 and of 256, attend_general() everything else.
-// attention_plain.cu and attention_window.cu instantiate them. Most steps of one token have another
-// kernel, attend_one() of attention_one.cuh.
+// attention_plain.cu and attention_window.cu instantiate them. Most steps have another kernel,
+// attend_one() or attend_lanes().
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ template <bool kPlain, typename T>
 __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemory<T>& memory,
                                            Tables& tables, Item& item) {
   allow_next();
-  start_cluster(memory);
+  start_cluster(p, memory);
   const int block = static_cast<int>(blockIdx.x);
   item = find_item<kPlain>(p, tables, block >> p.log_cluster, block & ((1 << p.log_cluster) - 1));
   if (item.team >= item.active) return false;
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemo
 }
 
 __device__ __forceinline__ void wait_for_item(const Item& item) {
-  if (item.ranks > 1) cluster_wait();  // all have started
+  wait_for_teams(item);
   wait_for_previous();
 }
 

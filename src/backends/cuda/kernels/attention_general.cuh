@@ -82,16 +82,18 @@ struct GeneralItem {
       for (int h = 0; h < kItemHeads; ++h) {
         if (h >= item.heads) break;
         const int place = warp * kItemHeads + h;
-        if (lane == 0) memory.score[place] = make_float2(s.most[h], s.total[h]);
+        if (lane == 0) memory.sums.score[place] = make_float2(s.most[h], s.total[h]);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const int d = 2 * lane + 64 * i;
           if (d >= cache.value_dim) continue;
-          float* row = memory.merge + (warp * memory.heads + h) * (cache.value_dim + kMergePad);
+          float* row =
+              memory.sums.merge + (warp * memory.heads + h) * (cache.value_dim + kMergePad);
           *reinterpret_cast<float2*>(row + d) = s.sums[h][i];
         }
       }
-      end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory, rank);
+      end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), cache.value_dim, memory,
+                       memory.sums, rank);
       __syncthreads();  // the warps' results have been read
     }
     store_fresh<kPlain>(p, fresh, memory);

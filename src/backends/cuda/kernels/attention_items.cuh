@@ -188,6 +188,19 @@ __device__ __forceinline__ int fresh_token(const Fresh& fresh, int place) {
 
 // --- Parts of a result travel between the thread blocks of a cluster. ---
 
+// What the warps of a team have summed of a rank, in shared memory.
+struct WarpSums {
+  float* merge;   // [kItemWarps, heads, value_dim + kMergePad]
+  float2* score;  // [kItemWarps, kItemHeads] largest score (base 2) and sum of the weights
+
+  static __host__ __device__ __forceinline__ int floats(int heads, int value_dim) {
+    return kItemWarps * (heads * (value_dim + kMergePad) + 2 * kItemHeads);
+  }
+  __device__ __forceinline__ WarpSums(float* at, int heads, int value_dim)
+      : merge(at),
+        score(reinterpret_cast<float2*>(at + kItemWarps * heads * (value_dim + kMergePad))) {}
+};
+
 // Shared memory of a team.
 inline constexpr std::size_t kItemBytes = 16 + (sizeof(Item) + 15) / 16 * 16;
 template <typename T>
@@ -195,30 +208,26 @@ struct ItemMemory {
   std::uint64_t* barrier;  // [1] all parts have arrived
   Item* item;              // [1] for the end of the work: registers are short in the loop
   float4* part;            // [columns of this team, ranks] from all teams
-  float2* part_score;      // [kItemHeads, kMostRanks] largest score (base 2) and sum of the weights
+  float2* part_score;      // [kItemHeads, kMostRanks] as WarpSums::score
   float* q;                // [heads, key_dim + kMergePad]
-  float* merge;            // [kItemWarps, heads, value_dim + kMergePad]
-  float2* score;           // [kItemWarps, kItemHeads] as part_score
-  int* place;              // [kDecodeTokens] of position low + i among the fresh, or -1
-  T* k;                    // [fresh, key_dim]
-  T* v;                    // [fresh, value_dim]
-  int heads;               // that there is room for
+  WarpSums sums;
+  int* place;  // [kDecodeTokens] of position low + i among the fresh, or -1
+  T* k;        // [fresh, key_dim]
+  T* v;        // [fresh, value_dim]
+  int heads;   // that there is room for
 
   __device__ __forceinline__ ItemMemory(const DecodeParams& p, unsigned char* memory)
-      : heads(min(p.group, kItemHeads)) {
-    const int key_dim = p.attention.cache.key_dim;
-    const int value_dim = p.attention.cache.value_dim;
-    barrier = reinterpret_cast<std::uint64_t*>(memory);
-    item = reinterpret_cast<Item*>(memory + 16);
-    part = reinterpret_cast<float4*>(memory + kItemBytes);
-    part_score = reinterpret_cast<float2*>(memory + kItemBytes + p.part_floats * sizeof(float));
-    q = reinterpret_cast<float*>(part_score + kItemHeads * kMostRanks);
-    merge = q + heads * (key_dim + kMergePad);
-    score = reinterpret_cast<float2*>(merge + kItemWarps * heads * (value_dim + kMergePad));
-    place = reinterpret_cast<int*>(score + kItemWarps * kItemHeads);
-    k = reinterpret_cast<T*>(place + kDecodeTokens);
-    v = k + static_cast<std::size_t>(p.tokens) * key_dim;
-  }
+      : barrier(reinterpret_cast<std::uint64_t*>(memory)),
+        item(reinterpret_cast<Item*>(memory + 16)),
+        part(reinterpret_cast<float4*>(memory + kItemBytes)),
+        part_score(reinterpret_cast<float2*>(memory + kItemBytes + p.part_floats * sizeof(float))),
+        q(reinterpret_cast<float*>(part_score + kItemHeads * kMostRanks)),
+        sums(q + group_heads(p) * (p.attention.cache.key_dim + kMergePad), group_heads(p),
+             p.attention.cache.value_dim),
+        place(reinterpret_cast<int*>(sums.score + kItemWarps * kItemHeads)),
+        k(reinterpret_cast<T*>(place + kDecodeTokens)),
+        v(k + static_cast<std::size_t>(p.tokens) * p.attention.cache.key_dim),
+        heads(group_heads(p)) {}
 
   // Where another team of the item has what lies at `offset` here, and its barrier, for send().
   __device__ __forceinline__ std::uint32_t peer(std::uint32_t offset, int team) const {
@@ -228,21 +237,26 @@ struct ItemMemory {
     return peer_address(shared_address(barrier), team);
   }
 };
-inline std::size_t item_memory_bytes(const DecodeParams& p, std::size_t element) {
-  const auto key_dim = static_cast<std::size_t>(p.attention.cache.key_dim);
-  const auto value_dim = static_cast<std::size_t>(p.attention.cache.value_dim);
-  const auto heads = static_cast<std::size_t>(std::min(p.group, kItemHeads));
-  const std::size_t floats = static_cast<std::size_t>(p.part_floats) + 2 * kItemHeads * kMostRanks +
-                             heads * (key_dim + kMergePad) +
-                             kItemWarps * heads * (value_dim + kMergePad) +
-                             2 * kItemWarps * kItemHeads + kDecodeTokens;
-  const std::size_t fresh = p.fused ? static_cast<std::size_t>(p.tokens) : 0;
-  return kItemBytes + floats * 4 + fresh * (key_dim + value_dim) * element;
+// Without the fresh keys and values.
+inline std::size_t item_memory_bytes(const DecodeParams& p) {
+  const LayerCacheView& cache = p.attention.cache;
+  const int heads = group_heads(p);
+  const int floats = p.part_floats + 2 * kItemHeads * kMostRanks +
+                     heads * (cache.key_dim + kMergePad) +
+                     WarpSums::floats(heads, cache.value_dim) + kDecodeTokens;
+  return kItemBytes + static_cast<std::size_t>(floats) * sizeof(float);
+}
+inline std::size_t fresh_bytes(const DecodeParams& p) {
+  const LayerCacheView& cache = p.attention.cache;
+  const int elements = p.fused ? p.tokens * (cache.key_dim + cache.value_dim) : 0;
+  return row_bytes(cache.dtype, static_cast<std::size_t>(elements));
 }
 
-// Before anything else; all teams of a cluster, whether they have work or not.
+// Before anything else; all teams of a cluster, whether they have work or not. A team that is the
+// only one has no cluster: its parts are stores of its own.
 template <typename T>
-__device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
+__device__ __forceinline__ void start_cluster(const DecodeParams& p, const ItemMemory<T>& memory) {
+  if (p.log_cluster == 0) return;
   if (thread_index() == 0) {
     init_barrier(shared_address(memory.barrier), 1);
     fence_barriers();
@@ -254,15 +268,34 @@ __device__ __forceinline__ void start_cluster(const ItemMemory<T>& memory) {
 template <typename T>
 __device__ __forceinline__ void expect_parts(const DecodeParams& p, const Item& item,
                                              const ItemMemory<T>& memory) {
-  if (thread_index() != 0 || item.ranks == 1 || item.team >= item.targets) return;
+  if (item.teams == 1 || item.ranks == 1) return;
+  if (thread_index() != 0 || item.team >= item.targets) return;
   const int columns = item.heads * (p.attention.cache.value_dim / 4);
   const int mine = min(1 << item.log_slice, columns - (item.team << item.log_slice));
   const int bytes = item.ranks * (mine * 16 + item.heads * 8);
   expect_bytes(shared_address(memory.barrier), bytes);
 }
+// Until all teams have started: parts may be given to them.
+__device__ __forceinline__ void wait_for_teams(const Item& item) {
+  if (item.teams > 1 && item.ranks > 1) cluster_wait();
+}
+// To what lies at `to` here, of a team.
+template <typename T, typename Part>
+__device__ __forceinline__ void give_part(const Item& item, const ItemMemory<T>& memory, Part* to,
+                                          Part part, int team) {
+  if (item.teams == 1) {
+    *to = part;
+  } else {
+    send(memory.peer(shared_address(to), team), part, memory.peer_barrier(team));
+  }
+}
 template <typename T>
-__device__ __forceinline__ void wait_for_parts(const ItemMemory<T>& memory) {
-  wait_barrier(shared_address(memory.barrier), 0, "parts of rank", 0);
+__device__ __forceinline__ void wait_for_parts(const Item& item, const ItemMemory<T>& memory) {
+  if (item.teams == 1) {
+    __syncthreads();
+  } else {
+    wait_barrier(shared_address(memory.barrier), 0, "parts of rank", 0);
+  }
 }
 
 // --- q, and keys and values of this step's tokens, come into shared memory. ---

@@ -46,14 +46,13 @@ __device__ __forceinline__ void store_column(const DecodeParams& p, const Item& 
 }
 
 // Largest score of a head over the warps, and the factor of each warp's sums.
-template <typename T>
-__device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int head,
+__device__ __forceinline__ float2 merge_scores(const WarpSums& sums, int head,
                                                float (&factor)[kItemWarps]) {
   float2 score[kItemWarps];
   float most = kNoScore;
 #pragma unroll
   for (int w = 0; w < kItemWarps; ++w) {
-    score[w] = memory.score[w * kItemHeads + head];
+    score[w] = sums.score[w * kItemHeads + head];
     most = fmaxf(most, score[w].x);
   }
   float total = 0;
@@ -65,12 +64,12 @@ __device__ __forceinline__ float2 merge_scores(const ItemMemory<T>& memory, int 
   return make_float2(most, total);
 }
 
-// Adds the warps' results, which lie in memory.merge and memory.score, in order. The only rank's
-// are the result; others are sent to those that add them. Without `real` nothing leaves the team.
+// Adds the warps' results in order, once all have theirs in `sums`. The only rank's are the result;
+// others are sent to those that add them. Without `real` nothing leaves the team.
 template <bool kPlain, typename T>
 __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item, float4* out,
-                                         int value_dim, const ItemMemory<T>& memory, int rank,
-                                         bool real = true) {
+                                         int value_dim, const ItemMemory<T>& memory,
+                                         const WarpSums& sums, int rank, bool real = true) {
   const int tid = thread_index();
   const int columns = value_dim / 4;  // of a head
   __syncthreads();
@@ -81,10 +80,9 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
     const int target = (kItemThreads - 1 - tid) / kItemHeads;
     const int head = tid % kItemHeads;
     if (target < item.targets && head < item.heads) {
-      const float2 score = merge_scores(memory, head, factor);
+      const float2 score = merge_scores(sums, head, factor);
       if (real) {
-        send(memory.peer(shared_address(memory.part_score + head * kMostRanks + rank), target),
-             score, memory.peer_barrier(target));
+        give_part(item, memory, memory.part_score + head * kMostRanks + rank, score, target);
       }
     }
   }
@@ -92,19 +90,18 @@ __device__ __forceinline__ void end_rank(const DecodeParams& p, const Item& item
   for (int i = tid; i < item.heads * columns; i += kItemThreads) {
     const int head = i / columns;
     const int column = i - head * columns;
-    const float2 score = merge_scores(memory, head, factor);
+    const float2 score = merge_scores(sums, head, factor);
     float4 sum = {};
 #pragma unroll
     for (int w = 0; w < kItemWarps; ++w) {
-      const float* row = memory.merge + (w * memory.heads + head) * (value_dim + kMergePad);
+      const float* row = sums.merge + (w * memory.heads + head) * (value_dim + kMergePad);
       add_scaled(sum, reinterpret_cast<const float4*>(row)[column], factor[w]);
     }
     if (item.ranks > 1) {
       const int target = i >> item.log_slice;
       const int place = (i & ((1 << item.log_slice) - 1)) * item.ranks + rank;
       if (real) {
-        send(memory.peer(shared_address(memory.part + place), target), sum,
-             memory.peer_barrier(target));
+        give_part(item, memory, memory.part + place, sum, target);
       }
     } else {
       store_column<kPlain>(p, item, head, out + i, sum, score, real);
@@ -126,7 +123,7 @@ __device__ __forceinline__ void add_parts(const DecodeParams& p, const Item& ite
   const int columns = value_dim / 4;
   const int first = item.team << item.log_slice;
   const int mine = min(1 << item.log_slice, item.heads * columns - first);
-  if (real) wait_for_parts(memory);
+  if (real) wait_for_parts(item, memory);
 #pragma unroll 1
   for (int base = tid / 32 * (32 / kLanes); base < mine; base += kItemThreads / kLanes) {
     const int local = base + tid % 32 / kLanes;

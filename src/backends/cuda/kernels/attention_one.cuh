@@ -11,30 +11,14 @@
 #pragma once
 
 #include "backends/cuda/kernels/attention_decode.h"
-#include "backends/cuda/kernels/attention_tensor.cuh"
+#include "backends/cuda/kernels/attention_heads.cuh"
 
 namespace pianola::cuda {
 
-// Rope's turns and the norms' weights, for heads of kDim; from ItemMemory::k on.
-template <int kDim>
-struct alignas(16) HeadTables {
-  Turn turns[kDim / 2];  // of the pairs, in their order
-  float q_norm[kDim];
-  float k_norm[kDim];
-};
+// The item of this thread block.
+// It takes this much of shared memory from ItemMemory::k on.
 static_assert(sizeof(HeadTables<64>) == one_extra_bytes(64));
 
-// The same address, which is certainly known from here on: compilers put the arithmetic of
-// addresses next to the loads, but not what lanes tell each other.
-__device__ __forceinline__ const float* keep(const float* address) {
-  const auto bits = reinterpret_cast<std::uint64_t>(address);
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const std::uint64_t low = __shfl_sync(kAllLanes, static_cast<std::uint32_t>(bits), lane);
-  const std::uint64_t high = __shfl_sync(kAllLanes, static_cast<std::uint32_t>(bits >> 32), lane);
-  return reinterpret_cast<const float*>(high << 32 | low);
-}
-
-// The item of this thread block.
 template <int kDim, bool kPlain>
 __device__ __forceinline__ Item find_only_item(const DecodeParams& p) {
   const DecodeParams::StepTables& s = p.attention.state;
@@ -61,27 +45,33 @@ __device__ __forceinline__ Item find_only_item(const DecodeParams& p) {
 }
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
-struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain> {
-  static constexpr int kKeySteps = kDim / 32;
-  static constexpr int kValueSteps = kDim / 64;
-  static constexpr int kTiles = tiles_of(kDim);
-  static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
+struct OneItem : HeadsItem<T, kDim, kStyle, kPlain> {
+  static constexpr int kAhead = 5;  // rounds on their way to the second-level cache
   // Whether the way from q to the result is walked once before the wait, with nothing real and
   // nothing left: then its instructions are in the caches when q is there. Qwen3-0.6B, heads of
   // 128, loses by it (1,495 tokens/s to 1,381); 1B, heads of 64, gains (1,340 to 1,347).
   static constexpr bool kRehearse = kDim == 64;
-  using Base = TensorItem<T, kKeySteps, kValueSteps, true, kTiles, kPlain>;
+  using Heads = HeadsItem<T, kDim, kStyle, kPlain>;
+  using typename Heads::Base;
+  using typename Heads::Part;
+  using typename Heads::Query;
+  using typename Heads::Sums;
+  using typename Heads::ValuePart;
+  static constexpr int kKeySteps = Heads::kKeySteps;
+  static constexpr int kValueSteps = Heads::kValueSteps;
+  static constexpr int kTiles = Heads::kTiles;
   using Keys = uint4[kTiles][kKeySteps][2];
   using Values = uint4[kTiles][kValueSteps][4];
-  using Part = float[kKeySteps][8];  // dims 32 s + 8 j + 0..7 of a head
-  using Base::item;
-  using Base::j;
-  using Base::memory;
-  using Base::p;
-  using Base::r;
-  using Base::span;
-  using Base::tile_base;
-  using Base::tile_row;
+  using Heads::item;
+  using Heads::j;
+  using Heads::memory;
+  using Heads::p;
+  using Heads::r;
+  using Heads::span;
+  using Heads::tile_base;
+  using Heads::tile_row;
+
+  using Heads::Heads;
 
   // Row of a tile, or the nearest one that the token attends to below `limit`: what is not to be
   // there gets no weight, so it need only be finite, as those rows are.
@@ -128,143 +118,11 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
       }
     }
   }
-  __device__ __forceinline__ void fetch(int block) const {
-    constexpr int kBytes = 16 * kDim * static_cast<int>(sizeof(T));
-    static_assert(kBytes <= 32 * 128);
-    const int at = (static_cast<int>(threadIdx.x) & 31) * 128;
-    const int rows = item.end - tile_base(block);
-    if (at >= min(rows * (kBytes / 16), kBytes)) return;
-    const std::size_t row = tile_row(block);
-    prefetch(reinterpret_cast<const char*>(Base::keys + row * kDim) + at);
-    prefetch(reinterpret_cast<const char*>(Base::values + row * kDim) + at);
-  }
-
-  __device__ __forceinline__ void fill(HeadTables<kDim>& tables) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    if (warp < kDim / 64) {
-      const int pair = lane + 32 * warp;
-      tables.turns[pair] =
-          turn(item.position, __ldg(p.heads.inverse_frequencies + pair), p.heads.attention_factor);
-    } else if (kStyle == RopeStyle::kHalf && warp >= 2) {
-      const float* norm = warp == 2 ? p.heads.q_norm : p.heads.k_norm;
-      float* to = warp == 2 ? tables.q_norm : tables.k_norm;
-      if (norm) {
-#pragma unroll
-        for (int d = lane; d < kDim; d += 32) to[d] = __ldg(norm + d);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void load_part(Part& x, const float* head) {
-#pragma unroll
-    for (int s = 0; s < kKeySteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 four = load_activation4(head + 32 * s + i);
-        x[s][i] = four.x;
-        x[s][i + 1] = four.y;
-        x[s][i + 2] = four.z;
-        x[s][i + 3] = four.w;
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void load_value(float (&x)[kValueSteps][8], const float* head) {
-#pragma unroll
-    for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 four = load_activation4(head + 64 * s + i);
-        x[s][i] = four.x;
-        x[s][i + 1] = four.y;
-        x[s][i + 2] = four.z;
-        x[s][i + 3] = four.w;
-      }
-    }
-  }
-
-  // finish_head() of a head that four lanes hold.
-  __device__ __forceinline__ void finish(Part& x, const float* norm, const float* weights,
-                                         float eps, const HeadTables<kDim>& tables) const {
-    constexpr int kHalf = kKeySteps / 2;
-    if constexpr (kStyle == RopeStyle::kHalf) {
-      if (norm) {
-        // The tree of warp_sum() over the pairs 8 j + i and those 32 behind.
-        float sum[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          sum[i] = 0;
-#pragma unroll
-          for (int s = 0; s < kHalf; ++s) {
-            sum[i] = __fmaf_rn(x[s][i], x[s][i], sum[i]);
-            sum[i] = __fmaf_rn(x[s + kHalf][i], x[s + kHalf][i], sum[i]);
-          }
-        }
-#pragma unroll
-        for (int offset = 2; offset; offset >>= 1) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(kAllLanes, sum[i], offset));
-          }
-        }
-#pragma unroll
-        for (int half = 4; half; half >>= 1) {
-#pragma unroll
-          for (int i = 0; i < half; ++i) sum[i] = __fadd_rn(sum[i], sum[i + half]);
-        }
-        const float mean = __fmul_rn(sum[0], 1.0F / kDim);
-        const float scale = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
-#pragma unroll
-        for (int s = 0; s < kKeySteps; ++s) {
-#pragma unroll
-          for (int i = 0; i < 8; i += 4) {
-            const float4 w = *reinterpret_cast<const float4*>(weights + 32 * s + 8 * j + i);
-            x[s][i] = __fmul_rn(__fmul_rn(x[s][i], scale), w.x);
-            x[s][i + 1] = __fmul_rn(__fmul_rn(x[s][i + 1], scale), w.y);
-            x[s][i + 2] = __fmul_rn(__fmul_rn(x[s][i + 2], scale), w.z);
-            x[s][i + 3] = __fmul_rn(__fmul_rn(x[s][i + 3], scale), w.w);
-          }
-        }
-      }
-#pragma unroll
-      for (int s = 0; s < kHalf; ++s) {
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          const float4 two = *reinterpret_cast<const float4*>(tables.turns + 32 * s + 8 * j + i);
-          turn_pair(x[s][i], x[s + kHalf][i], {two.x, two.y});
-          turn_pair(x[s][i + 1], x[s + kHalf][i + 1], {two.z, two.w});
-        }
-      }
-    } else {
-#pragma unroll
-      for (int s = 0; s < kKeySteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-          const float4 two =
-              *reinterpret_cast<const float4*>(tables.turns + 16 * s + 4 * j + i / 2);
-          turn_pair(x[s][i], x[s][i + 1], {two.x, two.y});
-          turn_pair(x[s][i + 2], x[s][i + 3], {two.z, two.w});
-        }
-      }
-    }
-  }
-  static __device__ __forceinline__ void turn_pair(float& first, float& second, Turn t) {
-    const float a = first;
-    const float b = second;
-    first = __fmaf_rn(a, t.cos, -__fmul_rn(b, t.sin));
-    second = __fmaf_rn(b, t.cos, __fmul_rn(a, t.sin));
-  }
-  static __device__ __forceinline__ uint4 pack_eight(const float (&x)[8]) {
-    return make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
-                      pack<T>(x[6], x[7]));
-  }
-
   // What the warp of the token's own position does more: its key and value go to the cache, from
   // where this very lane reads them if their turn comes later, and to the tile at hand. A key is
   // with the lanes of its row, a value with those of its column.
   __device__ __forceinline__ void store_own(Keys& k, Values& v, const Walk& at, const Part& key,
-                                            const float (&value)[kValueSteps][8], bool real) const {
+                                            const ValuePart& value, bool real) const {
     const int row = item.position & 15;
     const std::size_t place = tile_row(item.blocks - 1) + row;
     T* keys = const_cast<T*>(Base::keys) + place * kDim + 8 * j;
@@ -278,7 +136,7 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
     for (int u = 0; u < kTiles; ++u) here[u] = at.block + u * item.ranks == item.blocks - 1;
 #pragma unroll
     for (int s = 0; s < kKeySteps; ++s) {
-      const uint4 packed = pack_eight(key[s]);
+      const uint4 packed = Heads::pack_eight(key[s]);
       if (real && has_key) *reinterpret_cast<uint4*>(keys + 32 * s) = packed;
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
@@ -290,7 +148,7 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
     }
 #pragma unroll
     for (int s = 0; s < kValueSteps; ++s) {
-      const uint4 packed = pack_eight(value[s]);
+      const uint4 packed = Heads::pack_eight(value[s]);
       if (real && has_value) *reinterpret_cast<uint4*>(values + 64 * s) = packed;
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
@@ -307,18 +165,13 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
     Values v;
     Walk at{item.team, span.first() + item.team};
     load_first(k, v, at);
-    fill(tables);
+    Heads::fill(tables);
     if (at.block + kTiles * item.ranks < item.blocks) {
 #pragma unroll 1
-      for (int u = kTiles; u < kAhead * kTiles; ++u) fetch(at.block + u * item.ranks);
+      for (int u = kTiles; u < kAhead * kTiles; ++u) Base::fetch(at.block + u * item.ranks);
     }
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const bool own =
-        owns(item, span, item.position) && (item.position & (kCacheBlock - 1)) / 16 == warp;
-    // A lane of a head that there is not takes the last one's.
-    const float* raw_q = keep(p.heads.q + (item.head + min(r, item.heads - 1)) * kDim + 8 * j);
-    const float* raw_k = keep(p.heads.k + item.kv_head * kDim + 8 * j);
-    const float* raw_v = keep(p.heads.v + item.kv_head * kDim + 8 * r);
+    const bool own = Heads::has_own();
+    const typename Heads::Raw raw = Heads::find_raw();
     auto* out = reinterpret_cast<float4*>(p.attention.out + item.head * kDim);
 
 #pragma unroll 1
@@ -327,29 +180,20 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
       __syncthreads();  // tables are filled, and what the rehearsal has left in memory is read
       Part q = {};
       Part key = {};
-      float value[kValueSteps][8] = {};
+      ValuePart value = {};
       if (real) {
         wait_for_previous();
-        load_part(q, raw_q);
+        Heads::load_part(q, raw.q);
         if (own) {
-          load_part(key, raw_k);
-          load_value(value, raw_v);
+          Heads::load_part(key, raw.k);
+          Heads::load_value(value, raw.v);
         }
-        if (item.ranks > 1) cluster_wait();  // all teams have started: while q is on its way
+        wait_for_teams(item);  // while q is on its way
       }
-      finish(q, p.heads.q_norm, tables.q_norm, p.heads.q_norm_eps, tables);
-      typename Base::Query query;
-#pragma unroll
-      for (int s = 0; s < kKeySteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const SplitPair parts = split<T>(q[s][2 * i], q[s][2 * i + 1]);
-          query.step[s].high[i] = parts.high;
-          query.step[s].low[i] = parts.low;
-        }
-      }
+      Query query;
+      Heads::finish_query(q, tables, query);
       if (own) {
-        finish(key, p.heads.k_norm, tables.k_norm, p.heads.k_norm_eps, tables);
+        Heads::finish_key(key, tables);
         store_own(k, v, at, key, value, real);
       }
       walk(k, v, at, query, out, real);
@@ -357,11 +201,10 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
   }
 
   // All rounds, or in a rehearsal one that leaves k and v alone.
-  __device__ __forceinline__ void walk(Keys& k, Values& v, Walk at,
-                                       const typename Base::Query& query, float4* out,
+  __device__ __forceinline__ void walk(Keys& k, Values& v, Walk at, const Query& query, float4* out,
                                        bool real) const {
     const float scale = p.attention.scale * kLog2e;
-    float sums[kValueSteps][4][4] = {};
+    Sums sums = {};
     float most[2] = {kNoScore, kNoScore};  // of heads 2j and 2j + 1
     float total[2] = {0, 0};               // of this lane's positions
 #pragma unroll 1
@@ -403,24 +246,15 @@ struct OneItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlai
         for (int u = 0; u < kTiles; ++u) {
           const int block = next.block + u * item.ranks;
           if (tile_base(block) < item.end) load_values(v[u], block, item.end);
-          fetch(block + (kAhead - 1) * kTiles * item.ranks);
+          Base::fetch(block + (kAhead - 1) * kTiles * item.ranks);
         }
       }
       if (last) {
         Base::store(sums, most, total);
-        end_rank<kPlain>(p, item, out, kDim, memory, at.rank, real);
+        end_rank<kPlain>(p, item, out, kDim, memory, memory.sums, at.rank, real);
         if (!more) break;
         __syncthreads();  // the warps' results have been read
-#pragma unroll
-        for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) sums[s][i][c] = 0;
-          }
-        }
-        most[0] = most[1] = kNoScore;
-        total[0] = total[1] = 0;
+        Heads::clear(sums, most, total);
       }
       at = next;
     }
@@ -435,7 +269,7 @@ __global__ void __launch_bounds__(kItemThreads, kDim == 64 ? 3 : 2)
   __builtin_assume(threadIdx.x < kItemThreads);
   allow_next();
   const ItemMemory<T> memory(p, shared);
-  start_cluster(memory);
+  start_cluster(p, memory);
   const Item item = find_only_item<kDim, kPlain>(p);
   // As in begin_item(): without a wait only those leave that neither read nor write.
   if (item.team >= item.active) return;
@@ -447,8 +281,8 @@ __global__ void __launch_bounds__(kItemThreads, kDim == 64 ? 3 : 2)
   expect_parts(p, item, memory);
   const Span<kPlain> span(p.attention.cache, item.end);
   const Fresh none;
-  OneItem<T, kDim, kStyle, kPlain>{{p, item, none, memory, span}}.run(
-      *reinterpret_cast<HeadTables<kDim>*>(memory.k));
+  OneItem<T, kDim, kStyle, kPlain>(p, item, none, memory, span)
+      .run(*reinterpret_cast<HeadTables<kDim>*>(memory.k));
 }
 
 }  // namespace pianola::cuda

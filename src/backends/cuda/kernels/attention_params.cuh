@@ -56,6 +56,11 @@ struct alignas(16) DecodeParams {
   int part_floats = 0;  // of ItemMemory::part
 };
 
+// Heads of an item, at most.
+__host__ __device__ inline int group_heads(const DecodeParams& p) {
+  return p.group < kItemHeads ? p.group : kItemHeads;
+}
+
 // Columns (of four floats) of an item that one team adds up, when `active` share them: the least
 // power of two that is enough.
 __host__ __device__ inline int log_slice(int columns, int active) {
@@ -117,8 +122,7 @@ inline DecodeParams decode_params(const AttentionArgs& args, const HeadsArgs* he
   p.group = args.heads / cache.kv_heads;
   p.parts = parts_of(args.heads, cache.kv_heads);
   p.log_cluster = log_cluster;
-  p.part_floats =
-      part_floats(std::min(p.group, kItemHeads) * (cache.value_dim / 4), 1 << log_cluster);
+  p.part_floats = part_floats(group_heads(p) * (cache.value_dim / 4), 1 << log_cluster);
   return p;
 }
 

@@ -41,7 +41,7 @@ struct Walk {
 };
 
 // Blocks that a warp takes at a time, which is part of the order of sums.
-constexpr int tiles_of(int dim) { return dim <= 64 ? 2 : 1; }
+__host__ __device__ constexpr int tiles_of(int dim) { return dim <= 64 ? 2 : 1; }
 
 // An item on tensor cores. A warp takes 16 of a block's positions, kTiles blocks at a time. With
 // lane = 4 r + j, scores^T [16 positions, 8 heads] = K q^T: the lane holds dims 32 s + 8 j + 0..7
@@ -168,9 +168,7 @@ struct TensorItem {
   __device__ __forceinline__ void fetch(int block, const T* of, int dim) const {
     if (block >= item.blocks) return;
     const int bytes = min(item.end - tile_base(block), 16) * dim * static_cast<int>(sizeof(T));
-    const auto* tile = reinterpret_cast<const char*>(of + tile_row(block) * dim);
-#pragma unroll 1
-    for (int i = (thread_index() & 31) * 128; i < bytes; i += 32 * 128) prefetch(tile + i);
+    if (bytes > 0 && (thread_index() & 31) == 0) fetch_bulk(of + tile_row(block) * dim, bytes);
   }
   // What load_keys() left out: positions of the span from fresh.low on.
   __device__ __forceinline__ bool left_out(int position) const {
@@ -433,7 +431,8 @@ struct TensorItem {
       }
       if (last) {
         store(sums, most, total);
-        end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory, at.rank);
+        end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), value_dim, memory, memory.sums,
+                         at.rank);
         if (next.block == item.blocks) break;
         __syncthreads();  // the warps' results have been read
 #pragma unroll
@@ -477,9 +476,9 @@ struct TensorItem {
         total[i] += __shfl_xor_sync(kAllLanes, total[i], offset);
       }
       const int place = warp * kItemHeads + 2 * j + i;
-      if (r == 0) memory.score[place] = make_float2(most[i], total[i]);
+      if (r == 0) memory.sums.score[place] = make_float2(most[i], total[i]);
       if (2 * j + i >= memory.heads) continue;
-      float* row = memory.merge + (warp * memory.heads + 2 * j + i) * (value_dim + kMergePad);
+      float* row = memory.sums.merge + (warp * memory.heads + 2 * j + i) * (value_dim + kMergePad);
 #pragma unroll
       for (int s = 0; s < kValueSteps; ++s) {
         if (!value_inside(s)) continue;

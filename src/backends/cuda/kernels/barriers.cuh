@@ -61,9 +61,17 @@ __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
         : "r"(at), "r"(parity)
         : "memory");
     if (__all_sync(kAllLanes, done != 0) || patience.over()) return;
-    patience.look("weights", 0);
+    patience.look("a copy", 0);
   }
 }
+
+// Boxes lie in shared memory as the copy engine's pattern of 128 bytes: chunk c of 16 bytes of row
+// r at place c ^ r % 8.
+inline constexpr int kBoxBytes = 128;   // of a row
+inline constexpr int kBoxAlign = 1024;  // of the pattern
+// What row g of eight is to a product on tensor cores, so that a quarter of a warp, which reads
+// four chunks of two rows, meets every bank once.
+__device__ __forceinline__ constexpr int box_row(int g) { return g / 2 + g % 2 * 4; }
 
 // Boxes of a matrix (boxes_of() in launch.h), the first of them box x of row y.
 __device__ __forceinline__ void copy_boxes(std::uint32_t to, const void* map, int x, int y,
@@ -73,6 +81,17 @@ __device__ __forceinline__ void copy_boxes(std::uint32_t to, const void* map, in
       "%3, %4}], [%5];" ::"r"(to),
       "l"(map), "r"(0), "r"(y), "r"(x), "r"(barrier)
       : "memory");
+}
+
+// A multiple of 16 bytes to the second-level cache.
+__device__ __forceinline__ void fetch_bulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// Boxes to the same.
+__device__ __forceinline__ void fetch_boxes(const void* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0),
+               "r"(y), "r"(x)
+               : "memory");
 }
 
 // To the shared memory of a peer, whose barrier counts the bytes.

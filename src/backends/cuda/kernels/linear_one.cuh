@@ -22,9 +22,7 @@ inline constexpr int kFewTokensOfShortRows = 8;  // of at most 2,048 columns
 // Weights come through a ring of stages, each 256 bytes of every row of the tiles of a warp, in
 // boxes that the copy engine cuts out of the matrix: no thread computes an address for each row,
 // and no load of activations stands behind them in a queue.
-inline constexpr int kBoxBytes = 128;   // of each of the eight rows of a tile
-inline constexpr int kBoxAlign = 1024;  // of the pattern in a box
-inline constexpr int kStageBoxes = 2;   // side by side
+inline constexpr int kStageBoxes = 2;  // side by side; a box is the eight rows of a tile
 inline constexpr int kStageSteps = kStageBoxes * kBoxBytes / 64;
 
 template <int kTiles, int kTokens>
@@ -41,11 +39,6 @@ struct OneShared {
            static_cast<std::size_t>(cols * tokens) * sizeof(float);
   }
 };
-
-// Boxes lie in memory as the copy engine's pattern of 128 bytes: chunk c of 16 bytes of row r at
-// place c ^ r. Column g of a product takes row box_row(g), so that a quarter of a warp, which reads
-// four chunks of two rows, meets every bank once.
-__device__ __forceinline__ constexpr int box_row(int g) { return g / 2 + g % 2 * 4; }
 
 struct OneParams {
   CUtensorMap map[3];  // of the codes of each part, as rows of bytes
