@@ -100,7 +100,7 @@ bool launch_rows_of(const Params& shape, const Launch& launch) {
   OneParams params = {.map = {}, .p = shape};
   Params& p = params.p;
   Grid grid = {.blocks = dim3(kRowsCluster),
-               .threads = dim3(kThreads),
+               .threads = dim3(kRowsThreads),
                .shared_bytes = kMostSharedBytes,
                .cluster = kRowsCluster};
   static const int clusters = clusters_at_once("linear of tokens", kernel, grid);
@@ -111,7 +111,8 @@ bool launch_rows_of(const Params& shape, const Launch& launch) {
   const int unit_tiles = p.gated ? 2 : 1;
   const int most = p.share + (p.extra > 0 ? 1 : 0);
   const auto fits = [&](int units) {
-    const int tiles = ceil_div(units, kWarps) * unit_tiles;
+    // Whole passes, as a warp without a tile waits for the others.
+    const int tiles = ceil_div(ceil_div(units, kWarps) * unit_tiles, kRowsTiles) * kRowsTiles;
     return tiles <= kRowsTiles ||
            kRowsCluster * tiles * Math::kTileFloats * 4 <= Math::kPartialBytes;
   };
@@ -131,7 +132,7 @@ bool launch_rows_of(const Params& shape, const Launch& launch) {
   p.piece_steps = p.slice_steps / pieces;
   if (p.piece_steps % least != 0) return false;
   p.stages = Math::kRingBytes / (kWarps * kRowsStageBytes);
-  const auto shared = [&] { return rows_shared_bytes<Math>(p); };
+  const auto shared = [&] { return RowsWork<Math>::shared_bytes(p); };
   while (p.stages > 0 && shared() > kMostSharedBytes) --p.stages;
   if (p.stages < 1) return false;
   for (int i = 0; i < p.parts; ++i) {
@@ -146,10 +147,10 @@ bool launch_rows_of(const Params& shape, const Launch& launch) {
 
 template <Codes codes>
 bool launch_rows(const Params& p, const Launch& launch) {
-  if (p.tokens > 32) return launch_rows_of<ManyMath<codes, 8>>(p, launch);
-  if (p.tokens > 16) return launch_rows_of<ManyMath<codes, 4>>(p, launch);
-  if (p.tokens > 8) return launch_rows_of<ManyMath<codes, 2>>(p, launch);
-  return launch_rows_of<FewMath<codes>>(p, launch);
+  if (p.tokens > 32) return launch_rows_of<RowsMath<codes, 8>>(p, launch);
+  if (p.tokens > 16) return launch_rows_of<RowsMath<codes, 4>>(p, launch);
+  if (p.tokens > 8) return launch_rows_of<RowsMath<codes, 2>>(p, launch);
+  return launch_rows_of<RowsMath<codes, 1>>(p, launch);
 }
 
 inline Params make_params(const LinearArgs& args) {

@@ -1,8 +1,7 @@
 // The multiplications of rows_kernel: how its operands lie in shared memory, its loop over a slice,
-// and how the sums leave. FewMath is mma.sync for up to eight tokens; ManyMath is wgmma, which
-// reads the activations of many from shared memory itself, once for 64 rows of weights. Both have
-// the same bits: a product of 16 terms has them whatever the instruction and the order of its
-// terms.
+// and how the sums leave. Tensor cores read activations from shared memory themselves, once for 64
+// rows of weights (wgmma). The bits are those of mma.sync in the other routes: a product of 16
+// terms has them whatever the instruction and the order of its terms.
 #pragma once
 
 #include "backends/cuda/kernels/barriers.cuh"
@@ -36,93 +35,19 @@ struct StageWeights {
   }
 };
 
-template <Codes codes>
-struct FewMath {
-  using S = Step<codes>;
-  static constexpr Codes kCodes = codes;
-  static constexpr int kTokens = 8;
-  static constexpr int kTogether = 1;           // warps that multiply together
-  static constexpr int kQuads = 8;              // of four activations that a lane converts at once
-  static constexpr int kRingBytes = 96 * 1024;  // so many on their way keep memory busy
-  static constexpr int kPartialBytes = 40 * 1024;  // sums of a turn, of which there should be few
-
-  // Of one slice: [product][token][t] of operand words.
-  static constexpr __host__ __device__ int staged_bytes(int steps) {
-    return steps * S::kProducts * 32 * static_cast<int>(sizeof(uint4));
-  }
-  static __device__ __forceinline__ void stage(unsigned char* staged, int product, int t, int token,
-                                               const uint4& words) {
-    reinterpret_cast<uint4*>(staged)[product * 32 + token * 4 + t] = words;
-  }
-  static __device__ __forceinline__ void end_staging() {}
-
-  // Sums of a tile: [token][row], where a lane's two rows stand together.
-  static constexpr int kTileFloats = kTokens * kTileRows;
-  static __device__ __forceinline__ int sum_place(int row, int token) {
-    return token * kTileRows + row % 4 * 2 + row / 4;
-  }
-
-  float acc[kRowsTiles][4] = {};
-
-  template <typename Next, typename Done>
-  __device__ __forceinline__ void multiply(const unsigned char* staged, int steps, int tokens,
-                                           const Next& next, const Done& done) {
-    const int lane = threadIdx.x % 32;
-    const uint4* at = reinterpret_cast<const uint4*>(staged) + lane;
-    const bool there = lane / 4 < tokens;
-#pragma unroll 1
-    for (int step = 0; step < steps; step += kRowsStageSteps) {
-      StageWeights weights;
-      weights.load(next(), box_row(lane / 4), lane % 4);
-#pragma unroll
-      for (int i = 0; i < kRowsStageSteps; ++i) {
-#pragma unroll
-        for (int j = 0; j < S::kProducts; ++j) {
-          const uint4 a = there ? *at : make_uint4(0, 0, 0, 0);
-          const std::uint32_t words[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-          for (int n = 0; n < kRowsTiles; ++n) {
-#pragma unroll
-            for (int part = 0; part < S::kParts; ++part) {
-              std::uint32_t b0 = 0;
-              std::uint32_t b1 = 0;
-              operand<codes>(weights.word[i][n], j, part, b0, b1);
-              mma_bf16(acc[n], words, b0, b1);
-            }
-          }
-          at += 32;
-        }
-      }
-      __syncwarp();
-      done();
-    }
-  }
-
-  // To the slice's sums of the pass, of which `tiles` are wanted.
-  __device__ __forceinline__ void send_sums(std::uint32_t to, std::uint32_t signal, int tiles,
-                                            int tokens) const {
-    const int lane = threadIdx.x % 32;
-    if (lane / 4 >= tokens) return;
-#pragma unroll
-    for (int n = 0; n < kRowsTiles; ++n) {
-      if (n >= tiles) continue;
-      send(to + (n * kTileFloats + 2 * lane) * 4,
-           make_float2(acc[n][0] + acc[n][2], acc[n][1] + acc[n][3]), signal);
-    }
-  }
-};
-
 // A group of four warps multiplies 16 rows each: rows box_row(g) of a warp's two tiles are rows g
 // and g + 8 of its part.
 template <Codes codes, int kGroups>
-struct ManyMath {
+struct RowsMath {
   using S = Step<codes>;
   static constexpr Codes kCodes = codes;
   static constexpr int kTokens = 8 * kGroups;
-  static constexpr int kTogether = 4;
-  static constexpr int kQuads = kGroups < 8 ? 16 : 8;
-  static constexpr int kRingBytes = 64 * 1024;
-  static constexpr int kPartialBytes = 64 * 1024;
+  static constexpr int kTogether = 4;  // warps that multiply together
+  // Of four activations that a lane converts at once.
+  static constexpr int kQuads = kGroups == 1 || kGroups == 8 ? 8 : 16;
+  // Weights on their way, and sums of a turn, of which there should be few.
+  static constexpr int kRingBytes = (kGroups == 1 ? 96 : 64) * 1024;
+  static constexpr int kPartialBytes = (kGroups == 1 ? 40 : 64) * 1024;
 
   // Of one slice: [half of a product's columns][high parts of the tokens, then low ones] of eight
   // columns, two of each lane t, with a gap against bank conflicts behind each half.
@@ -150,8 +75,8 @@ struct ManyMath {
   float acc[2 * kGroups][4] = {};  // of eight tokens' high parts, then of their low ones
 
   template <typename Next, typename Done>
-  __device__ __forceinline__ void multiply(const unsigned char* staged, int steps, int /*tokens*/,
-                                           const Next& next, const Done& done) {
+  __device__ __forceinline__ void multiply(const unsigned char* staged, int steps, const Next& next,
+                                           const Done& done) {
     std::uint64_t operands = core_matrices(staged, kHalfBytes, 8 * 16);
     // A product's weights stay where they are until it is over, so two stages take turns.
     const auto stage = [&](StageWeights& weights) {
@@ -190,6 +115,7 @@ struct ManyMath {
     wait_products<0>();
   }
 
+  // To the slice's sums of the pass, of which `tiles` are wanted.
   __device__ __forceinline__ void send_sums(std::uint32_t to, std::uint32_t signal, int tiles,
                                             int tokens) const {
     const int t = threadIdx.x % 4;

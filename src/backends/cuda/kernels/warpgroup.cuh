@@ -8,6 +8,16 @@
 
 namespace pianola::cuda {
 
+// Registers of a thread move between groups of four warps: some give, others take. Multiples of 8.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // What threads have written to shared memory is there for tensor cores, once they have met.
 __device__ __forceinline__ void fence_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -38,8 +48,15 @@ __device__ __forceinline__ std::uint64_t core_matrices(const void* at, int terms
 template <int kGroups>
 __device__ __forceinline__ void product_of_group(float (&d)[2 * kGroups][4],
                                                  const std::uint32_t (&a)[4], std::uint64_t b) {
-  static_assert(kGroups == 2 || kGroups == 4 || kGroups == 8);
-  if constexpr (kGroups == 2) {
+  static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8);
+  if constexpr (kGroups == 1) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
+        "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  } else if constexpr (kGroups == 2) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
