@@ -73,13 +73,12 @@ struct RowsWork {
   __device__ __forceinline__ float* sums(int turn) const {
     return partials + (turn & 1) * kRowsCluster * slice_floats;
   }
-  // Units of a turn, and of a warp in it: the same warps of the cluster have the same ones. The last
-  // warps have one more, so that those that take another pass for it multiply together. Tiles are
-  // computed some at a time.
+  // Units of a turn, and of a warp in it, evenly: the same warps of the cluster have the same ones.
+  // Their tiles are computed some at a time.
   __device__ __forceinline__ int first_unit(int turn, int warp) const {
     const int begin = unit_begin + turn * p.turn_units;
     const int units = max(0, min(p.turn_units, unit_end - begin));
-    return begin + units / kWarps * warp + max(0, warp - (kWarps - units % kWarps));
+    return begin + units * warp / kWarps;
   }
   __device__ __forceinline__ int tiles_of(int turn, int warp) const {
     return (first_unit(turn, warp + 1) - first_unit(turn, warp)) * unit_tiles;
