@@ -149,8 +149,8 @@ float largest_difference(const std::vector<float>& a, const std::vector<float>& 
 }
 
 // Where a token goes to other experts than its own, another function is computed, and it is the
-// same one whoever computes it. (Instruction sets that multiply in bfloat16 round the activations of
-// a prompt, which these sharp little models show.)
+// same one whoever computes it. (Instruction sets that multiply in bfloat16 round the activations
+// of a prompt, which these sharp little models show.)
 TEST(EngineAudit, RoutersCanBeOverruled) {
   for (const char* model : kRouted) {
     SCOPED_TRACE(model);
