@@ -83,11 +83,7 @@ __device__ __forceinline__ void copy_boxes(std::uint32_t to, const void* map, in
       : "memory");
 }
 
-// A multiple of 16 bytes to the second-level cache.
-__device__ __forceinline__ void fetch_bulk(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-// Boxes to the same.
+// Boxes to the second-level cache.
 __device__ __forceinline__ void fetch_boxes(const void* map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0),
                "r"(y), "r"(x)
