@@ -70,6 +70,7 @@ struct Ops {
             .a_log = tables.heads,
             .dt_bias = tables.heads,
             .key_heads = kKeyHeads,
+            .group = kHeads / kKeyHeads,
             .eps = 1e-6F,
             .state = {0},
             .out = mixed};
