@@ -419,6 +419,9 @@ inline std::vector<std::pair<std::string, Layer>> conforming_layers() {
     layers.emplace_back("conv of " + std::to_string(taps), conv_layer(s));
   }
   layers.emplace_back("conv of one channel", conv_layer({.width = 1, .taps = kMaxConvTaps}));
+  layers.emplace_back(
+      "delta 6/2, far heads share",
+      delta_layer({.heads = 6, .key_heads = 2, .key_dim = 3, .value_dim = 5, .group = 1}));
   struct Dims {
     int heads, key_heads, key_dim, value_dim;
   };
