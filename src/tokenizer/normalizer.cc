@@ -36,7 +36,7 @@ bool is_inert_for_reference(char32_t c) {
   for (const unicode::ClassRange& block : kYoungBlocks) {
     if (c >= block.first && c <= block.last) return true;
   }
-  return (unicode::classes_of(c) & unicode::kMark) == 0 &&
+  return (unicode::classes_of(c) & unicode::kReordered) == 0 &&
          utf8proc_get_property(static_cast<utf8proc_int32_t>(c))->combining_class != 0;
 }
 

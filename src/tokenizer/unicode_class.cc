@@ -4,9 +4,9 @@
 
 namespace pianola::unicode {
 
-const std::uint8_t* class_table() {
-  static const std::vector<std::uint8_t> table = [] {
-    std::vector<std::uint8_t> classes(0x110000);
+const Classes* class_table() {
+  static const std::vector<Classes> table = [] {
+    std::vector<Classes> classes(0x110000);
     for (const ClassRange& range : kClassRanges) {
       for (char32_t c = range.first; c <= range.last; ++c) classes[c] = range.classes;
     }

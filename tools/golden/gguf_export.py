@@ -52,6 +52,10 @@ LAYER_NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "nextn.eh_proj": "nextn.eh_proj",
+    "nextn.enorm": "nextn.enorm",
+    "nextn.hnorm": "nextn.hnorm",
+    "nextn.shared_head_norm": "nextn.shared_head_norm",
 }
 # Parameters that are no weight or bias of a module.
 PARAMETER_NAMES = {
@@ -71,6 +75,8 @@ ARCHITECTURES = {
 }
 # Their norm before the MLP is named by its place.
 NORM_BY_PLACE = ("gpt-oss", "qwen3next", "qwen35")
+# Files of these are written with a layer of a draft.
+WITH_DRAFT = ("qwen35",)
 # Matrices that are written in F32, whatever the type of the others.
 KEPT_WIDE = (".bias", ".mlp.gate.weight", ".mlp.router.weight", ".conv1d.weight")
 TOP_NAMES = {
@@ -217,6 +223,19 @@ def convert_linear_attention(tensors, config, arch):
     return out
 
 
+def add_draft_layer(tensors, config):
+    """A layer of a draft behind the others, as the published files have it: one that attends, and
+    what joins it to the model. No logit depends on it."""
+    source = max(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+    draft = config.num_hidden_layers
+    prefix, own = f"model.layers.{source}.", f"model.layers.{draft}."
+    copies = {own + n.removeprefix(prefix): a for n, a in tensors.items() if n.startswith(prefix)}
+    width = config.hidden_size
+    joints = {"eh_proj": np.zeros((width, 2 * width), dtype=np.float32)}
+    joints |= {n: np.ones(width, dtype=np.float32) for n in ("enorm", "hnorm", "shared_head_norm")}
+    return {**tensors, **copies, **{f"{own}nextn.{n}.weight": a for n, a in joints.items()}}
+
+
 def add_linear_attention_keys(writer, config, arch):
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -224,6 +243,9 @@ def add_linear_attention_keys(writer, config, arch):
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     kinds = [kind == "linear_attention" for kind in config.layer_types]
+    if arch in WITH_DRAFT:
+        kinds.append(False)
+        writer.add_nextn_predict_layers(1)
     writer.add_array(f"{arch}.attention.recurrent_layers", kinds)
     writer.add_full_attention_interval(4)
     turned = config.head_dim * config.rope_parameters["partial_rotary_factor"]
@@ -260,7 +282,7 @@ def export(path, config, tensors, matrix_type, early=False):
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + (arch in WITH_DRAFT))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     latent = arch == "deepseek2"
@@ -283,6 +305,8 @@ def export(path, config, tensors, matrix_type, early=False):
     if arch in ("qwen3next", "qwen35"):
         add_linear_attention_keys(writer, config, arch)
         tensors = convert_linear_attention(tensors, config, arch)
+        if arch in WITH_DRAFT:
+            tensors = add_draft_layer(tensors, config)
     if arch in ("gpt-oss", "qwen2moe", "qwen3moe", "qwen3next"):
         named = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
         writer.add_expert_count(getattr(config, named))

@@ -106,9 +106,11 @@ TEST_P(OracleTest, DetokenizerIsDecode) {
 INSTANTIATE_TEST_SUITE_P(Vocabularies, OracleTest,
                          ::testing::Values(std::pair("smollm2", false), std::pair("gpt-2", false),
                                            std::pair("llama-bpe", false), std::pair("qwen2", false),
+                                           std::pair("qwen35", false),
                                            std::pair("llama-spm", false),
                                            std::pair("smollm2", true), std::pair("gpt-2", true),
                                            std::pair("llama-bpe", true), std::pair("qwen2", true),
+                                           std::pair("qwen35", true), std::pair("gpt-4o", true),
                                            std::pair("llama-spm", true),
                                            std::pair("llama-spm-metaspace", true)),
                          [](const auto& param) {
@@ -149,7 +151,7 @@ TEST_P(LlamaCppPairs, InpGivesOut) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Vocabularies, LlamaCppPairs,
-                         ::testing::Values("gpt-2", "llama-bpe", "llama-spm", "qwen2"),
+                         ::testing::Values("gpt-2", "llama-bpe", "llama-spm", "qwen2", "qwen35"),
                          [](const auto& param) {
                            std::string name = param.param;
                            std::erase(name, '-');
