@@ -21,14 +21,6 @@ inline constexpr Classes kMark = 64;       // \p{M}
 inline constexpr Classes kUpper = 128;     // letters of upper case or title case
 inline constexpr Classes kLower = 256;
 
-struct ClassRange {
-  char32_t first;
-  char32_t last;
-  Classes classes;
-};
-inline constexpr int kClassRangeCount = 2480;
-extern const ClassRange kClassRanges[kClassRangeCount];  // ascending, disjoint
-
 // Of each code point, [0x110000]; built on first use.
 const Classes* class_table();
 

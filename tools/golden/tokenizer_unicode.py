@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes src/tokenizer/unicode_ranges.cc: which code points are letters, numbers, spaces and word characters,
+"""Writes src/tokenizer/unicode_ranges.inc: which code points are letters, numbers, spaces and word characters,
 as the `tokenizers` wheel sees them, which letters have a case, and which marks its NFC reorders.
 
 The wheel mixes four Unicode versions (regex engine, Rust's char methods, Rust's regex crate, NFC),
 and token ids depend on them, so the classes are asked of the wheel itself.
 
-    python tools/golden/tokenizer_unicode.py src/tokenizer/unicode_ranges.cc
+    python tools/golden/tokenizer_unicode.py src/tokenizer/unicode_ranges.inc
 """
 
 import sys
@@ -81,7 +81,7 @@ def main():
             ranges.append([c, c, value])
     lines, line = [], "   "
     for begin, end, value in ranges:
-        item = f" {{0x{begin:X}, 0x{end:X}, {value}}},"
+        item = f" {{0x{begin:X}, {end - begin + 1}, {value}}},"
         if len(line) + len(item) > 100:
             lines.append(line)
             line = "   "
@@ -92,14 +92,10 @@ def main():
             "// Written by tools/golden/tokenizer_unicode.py from the tokenizers wheel "
             f"{tokenizers.__version__}.\n"
             "// Bits: 1 \\p{L}, 2 \\p{N}, 4 \\s, 8 \\w, 16 numeric for Digits, 32 a mark for NFC, 64 \\p{M},\n"
-            "// 128 \\p{Lu} or \\p{Lt}, 256 \\p{Ll}.\n"
-            '#include "tokenizer/unicode_class.h"\n\nnamespace pianola::unicode {\n\n'
-            "// clang-format off\n"
-            f"const ClassRange kClassRanges[kClassRangeCount] = {{\n"
+            "// 128 \\p{Lu} or \\p{Lt}, 256 \\p{Ll}. First of a run, how many, their bits; ascending.\n"
             + "\n".join(lines)
-            + "\n};\n// clang-format on\n\n}  // namespace pianola::unicode\n"
+            + "\n"
         )
-    print(f"{len(ranges)} ranges: kClassRangeCount in unicode_class.h must say so", file=sys.stderr)
 
 
 if __name__ == "__main__":
