@@ -31,7 +31,6 @@ struct HeadsItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPl
   static constexpr int kValueSteps = kDim / 64;
   static constexpr int kTiles = tiles_of(kDim);
   using Base = TensorItem<T, kKeySteps, kValueSteps, true, kTiles, kPlain>;
-  using Sums = float[kValueSteps][4][4];
   using Part = float[kKeySteps][8];         // dims 32 s + 8 j + 0..7 of a head
   using ValuePart = float[kValueSteps][8];  // dims 64 s + 8 r + 0..7
   using Base::item;
@@ -43,6 +42,7 @@ struct HeadsItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPl
   using Base::tile_base;
   using Base::tile_row;
   using typename Base::Query;
+  using typename Base::Sums;
 
   using Base::Base;
 
@@ -83,26 +83,14 @@ struct HeadsItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPl
     }
   }
 
-  static __device__ __forceinline__ void load_part(Part& x, const float* head) {
+  // Eight elements of every 32 or 64 of a raw head.
+  template <int kSteps>
+  static __device__ __forceinline__ void load_part(float (&x)[kSteps][8], const float* head) {
 #pragma unroll
-    for (int s = 0; s < kKeySteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 four = load_activation4(head + 32 * s + i);
-        x[s][i] = four.x;
-        x[s][i + 1] = four.y;
-        x[s][i + 2] = four.z;
-        x[s][i + 3] = four.w;
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void load_value(ValuePart& x, const float* head) {
-#pragma unroll
-    for (int s = 0; s < kValueSteps; ++s) {
+    for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (int i = 0; i < 8; i += 4) {
-        const float4 four = load_activation4(head + 64 * s + i);
+        const float4 four = load_activation4(head + kDim / kSteps * s + i);
         x[s][i] = four.x;
         x[s][i + 1] = four.y;
         x[s][i + 2] = four.z;
@@ -202,19 +190,6 @@ struct HeadsItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPl
   }
   __device__ __forceinline__ void finish_key(Part& key, const HeadTables<kDim>& tables) const {
     finish(key, p.heads.k_norm, tables.k_norm, p.heads.k_norm_eps, tables);
-  }
-
-  static __device__ __forceinline__ void clear(Sums& sums, float (&most)[2], float (&total)[2]) {
-#pragma unroll
-    for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[s][i][c] = 0;
-      }
-    }
-    most[0] = most[1] = kNoScore;
-    total[0] = total[1] = 0;
   }
 };
 

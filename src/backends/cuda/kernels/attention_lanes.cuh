@@ -151,7 +151,7 @@ struct LanesItem : HeadsItem<T, kDim, kStyle, kPlain> {
     Heads::load_part(q, raw.q);
     if (own) {
       Heads::load_part(key, raw.k);
-      Heads::load_value(value, raw.v);
+      Heads::load_part(value, raw.v);
     }
     wait_for_teams(item);  // while q is on its way
     Query query;
@@ -182,7 +182,7 @@ struct LanesItem : HeadsItem<T, kDim, kStyle, kPlain> {
         store(to, sums, most, total);
         end_rank<kPlain>(p, *memory.item, item_out(p, *memory.item), kDim, memory, to, at.rank);
         if (next.block == item.blocks) break;
-        Heads::clear(sums, most, total);
+        Base::clear(sums, most, total);
       }
       at = next;
     }

@@ -198,7 +198,7 @@ struct OneItem : HeadsItem<T, kDim, kStyle, kPlain> {
         Heads::load_part(q, raw.q);
         if (own) {
           Heads::load_part(key, raw.k);
-          Heads::load_value(value, raw.v);
+          Heads::load_part(value, raw.v);
         }
         wait_for_teams(item);  // while q is on its way
       }
@@ -266,7 +266,7 @@ struct OneItem : HeadsItem<T, kDim, kStyle, kPlain> {
         end_rank<kPlain>(p, item, out, kDim, memory, memory.sums, at.rank, real);
         if (!more) break;
         __syncthreads();  // the warps' results have been read
-        Heads::clear(sums, most, total);
+        Base::clear(sums, most, total);
       }
       at = next;
     }

@@ -50,6 +50,7 @@ __host__ __device__ constexpr int tiles_of(int dim) { return dim <= 64 ? 2 : 1; 
 // 2j+9; dims 8 r + 2i and 8 r + 2i + 1 are rows r and r + 8 of product i.
 template <typename T, int kKeySteps, int kValueSteps, bool kExact, int kTiles, bool kPlain>
 struct TensorItem {
+  using Sums = float[kValueSteps][4][4];
   static constexpr int kAhead = 3;  // rounds fetched into the second-level cache
   static constexpr int kPairs = kKeySteps > 2 * kValueSteps ? kKeySteps / 2 : kValueSteps;
   // Keys, values and sums of wide heads leave no registers for q.
@@ -307,8 +308,7 @@ struct TensorItem {
   }
   // The sums so far, to the largest of this lane's scores and those of the warp's other lanes.
   static __device__ __forceinline__ void rescale(float (&best)[2], float (&most)[2],
-                                                 float (&total)[2],
-                                                 float (&sums)[kValueSteps][4][4]) {
+                                                 float (&total)[2], Sums& sums) {
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -347,8 +347,7 @@ struct TensorItem {
     return {{transpose(first.high), transpose(first.low)},
             {transpose(second.high), transpose(second.low)}};
   }
-  static __device__ __forceinline__ void add_values(float (&sums)[kValueSteps][4][4],
-                                                    const uint4 (&v)[kValueSteps][4],
+  static __device__ __forceinline__ void add_values(Sums& sums, const uint4 (&v)[kValueSteps][4],
                                                     const Weights& w) {
 #pragma unroll
     for (int s = 0; s < kValueSteps; ++s) {
@@ -362,6 +361,20 @@ struct TensorItem {
         mma<T>(sums[s][i], a, w.first.low, w.second.low);
       }
     }
+  }
+
+  // Before a rank's first position.
+  static __device__ __forceinline__ void clear(Sums& sums, float (&most)[2], float (&total)[2]) {
+#pragma unroll
+    for (int s = 0; s < kValueSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[s][i][c] = 0;
+      }
+    }
+    most[0] = most[1] = kNoScore;
+    total[0] = total[1] = 0;
   }
 
   // wait() returns when all teams of the item have started and q, k and v are there.
@@ -393,7 +406,7 @@ struct TensorItem {
     const Query query = load_query();
 
     const float scale = p.attention.scale * kLog2e;
-    float sums[kValueSteps][4][4] = {};
+    Sums sums = {};
     float most[2] = {kNoScore, kNoScore};  // of heads 2j and 2j + 1
     float total[2] = {0, 0};               // of this lane's positions
 #pragma unroll 1
@@ -437,16 +450,7 @@ struct TensorItem {
                          at.rank);
         if (next.block == item.blocks) break;
         __syncthreads();  // the warps' results have been read
-#pragma unroll
-        for (int s = 0; s < kValueSteps; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) sums[s][i][c] = 0;
-          }
-        }
-        most[0] = most[1] = kNoScore;
-        total[0] = total[1] = 0;
+        clear(sums, most, total);
       }
       at = next;
     }
@@ -468,8 +472,8 @@ struct TensorItem {
   }
 
   // To where end_rank() adds the warps'.
-  __device__ __forceinline__ void store(const float (&sums)[kValueSteps][4][4],
-                                        const float (&most)[2], float (&total)[2]) const {
+  __device__ __forceinline__ void store(const Sums& sums, const float (&most)[2],
+                                        float (&total)[2]) const {
     const int warp = thread_index() / 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
