@@ -66,6 +66,10 @@ const std::vector<std::string>* Metadata::find_strings(std::string_view key) con
   return find_as<std::vector<std::string>>(*this, key, "[string]");
 }
 
+const std::vector<bool>* Metadata::find_bools(std::string_view key) const {
+  return find_as<std::vector<bool>>(*this, key, "[bool]");
+}
+
 const std::vector<std::int64_t>* Metadata::find_ints(std::string_view key) const {
   return find_as<std::vector<std::int64_t>>(*this, key, "[integer]");
 }

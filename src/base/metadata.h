@@ -40,6 +40,7 @@ class Metadata {
   std::optional<double> find_float(std::string_view key) const;
   const std::string* find_string(std::string_view key) const;
   const std::vector<std::string>* find_strings(std::string_view key) const;
+  const std::vector<bool>* find_bools(std::string_view key) const;
   const std::vector<std::int64_t>* find_ints(std::string_view key) const;
   const std::vector<double>* find_floats(std::string_view key) const;
 

@@ -63,10 +63,10 @@ void refuse_unused_tensors(const Checkpoint& checkpoint, const ModelConfig& conf
   }
   // With tied embeddings a file may still carry the head; transformers ties it all the same.
   if (config.tie_word_embeddings) used.insert(tensor_name(checkpoint.format(), Part::kHead));
-  const auto is_drafts = [&config](std::string_view name) {
+  const auto is_drafts = [&](std::string_view name) {
     const std::int64_t first = config.num_hidden_layers;
     for (std::int64_t i = 0; i < config.num_nextn_predict_layers; ++i) {
-      if (is_of_layer(name, first + i)) return true;
+      if (is_of_layer(checkpoint.format(), name, first + i)) return true;
     }
     return false;
   };

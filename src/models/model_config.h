@@ -101,8 +101,10 @@ struct StateLayerConfig {
   std::int64_t value_dim = 0;
   std::int64_t conv_taps = 0;
   bool conv_bias = false;
-  bool fused_projections = false;  // q, k, v and z of a key head side by side in one tensor
-  double dt_min = 0;               // limits of Mamba-2's step size
+  // The heads of a key head, heads / key_heads of them, are neighbours; else they are every
+  // key_heads-th, as GGUF files of Qwen3.5 have them.
+  bool grouped_heads = true;
+  double dt_min = 0;  // limits of Mamba-2's step size
   double dt_max = std::numeric_limits<double>::infinity();
 
   // What the state layers of a model are; kAttention when it has none.

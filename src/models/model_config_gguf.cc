@@ -22,6 +22,7 @@ constexpr std::array kFields = {
     GgufField{"hidden_size", "embedding_length"},
     GgufField{"intermediate_size", "feed_forward_length"},
     GgufField{"num_hidden_layers", "block_count"},
+    GgufField{"num_nextn_predict_layers", "nextn_predict_layers"},
     GgufField{"num_attention_heads", "attention.head_count"},
     GgufField{"num_key_value_heads", "attention.head_count_kv"},
     GgufField{"head_dim", "attention.key_length"},
@@ -43,6 +44,11 @@ constexpr std::array kFields = {
     GgufField{"qk_rope_head_dim", "rope.dimension_count"},
     GgufField{"qk_nope_head_dim", "attention.key_length_mla"},
     GgufField{"v_head_dim", "attention.value_length_mla"},
+    GgufField{"linear_num_value_heads", "ssm.time_step_rank"},
+    GgufField{"linear_num_key_heads", "ssm.group_count"},
+    GgufField{"linear_key_head_dim", "ssm.state_size"},
+    GgufField{"linear_conv_kernel_dim", "ssm.conv_kernel"},
+    GgufField{"partial_rotary_factor", "rope.dimension_count"},
     GgufField{"rope_theta", "rope.freq_base"},
     GgufField{"rope_scaling.factor", "rope.scaling.factor"},
     GgufField{"rope_scaling.original_max_position_embeddings",
@@ -116,6 +122,13 @@ std::int64_t read_vocab_size(const Metadata& metadata, const ArchKeys& keys) {
     if (!tokens->empty()) return static_cast<std::int64_t>(tokens->size());
   }
   return keys.get_int("vocab_size");
+}
+
+// block_count counts the layers of a draft at the end, which are left alone.
+std::int64_t read_layer_count(const ArchKeys& keys, std::int64_t drafts) {
+  const std::int64_t blocks = keys.get_int("block_count");
+  if (blocks < 0 || drafts < 0 || drafts > kMaxLayers) return blocks;  // refused later
+  return blocks - drafts;
 }
 
 RopeKind read_rope_kind(const Metadata& metadata, const ArchKeys& keys) {
@@ -292,13 +305,14 @@ ExpertsConfig read_experts(const ArchKeys& keys, const Family& family, std::int6
   return experts;
 }
 
-void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys,
+void refuse_unsupported_keys(const Metadata& metadata, const ArchKeys& keys, const Family& family,
                              const ModelConfig& config) {
   if (!metadata.find_bool(keys.key("attention.causal")).value_or(true)) {
     keys.refuse("attention.causal", "only causal attention");
   }
   if (const auto rotary = keys.find_int("rope.dimension_count")) {
-    if (*rotary != config.head_dim) {
+    const bool part = family.partial_rotary_factor > 0 && *rotary > 0 && *rotary < config.head_dim;
+    if (*rotary != config.head_dim && !part) {
       keys.refuse("rope.dimension_count", "only the head's width ({}), found {}", config.head_dim,
                   *rotary);
     }
@@ -388,7 +402,8 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
 
   config.vocab_size = read_vocab_size(metadata, keys);
   config.hidden_size = keys.get_int("embedding_length");
-  config.num_hidden_layers = keys.get_int("block_count");
+  config.num_nextn_predict_layers = keys.find_int("nextn_predict_layers").value_or(0);
+  config.num_hidden_layers = read_layer_count(keys, config.num_nextn_predict_layers);
   config.max_position_embeddings = keys.get_int("context_length");
   const auto per_layer = [&](std::string_view key) { return keys.find_per_layer(key); };
   config.intermediate_size = require(keys, "feed_forward_length", per_layer("feed_forward_length"));
@@ -406,16 +421,16 @@ ModelConfig parse_gguf_config(const Metadata& metadata) {
   }
   config.rms_norm_eps = metadata.get_float(keys.key("attention.layer_norm_rms_epsilon"));
   read_special_tokens(metadata, config);
-  refuse_unsupported_keys(metadata, keys, config);
+  refuse_unsupported_keys(metadata, keys, family, config);
   config.experts = read_experts(keys, family, config.intermediate_size, config.num_hidden_layers);
   config.rope = read_rope(metadata, keys, config);
+  config.rope.partial_rotary_factor =
+      static_cast<double>(keys.find_int("rope.dimension_count").value_or(config.head_dim)) /
+      static_cast<double>(config.head_dim);
   if (config.latent.present()) scale_latent_scores(keys, config);
-  if (family.finish_gguf) {
-    family.finish_gguf(metadata, config);
-  } else {
-    refuse_window(keys, config);
-  }
+  if (family.finish_gguf) family.finish_gguf(metadata, config);
   check_model_config(config, name);
+  if (config.layer_windows.empty()) refuse_window(keys, config);
   return config;
 }
 

@@ -1,16 +1,28 @@
 // Qwen3-Next and the text model of Qwen3.5. References: Qwen3NextForCausalLM and
-// Qwen3_5ForCausalLM of transformers.
+// Qwen3_5ForCausalLM of transformers; for GGUF files llama.cpp.
 //
 // Three layers of linear attention (a short convolution, then the gated delta rule) to one of full
 // attention, whose output a gate multiplies; a quarter of each head turns; norms multiply by 1 plus
 // their weight, all but the gated one of linear attention. Qwen3-Next has a mixture of experts with
 // a shared one, and its linear projections in one tensor a key head; Qwen3.5 has plain MLPs.
+//
+// GGUF files hold norms as 1 plus their weight, keys and values of linear attention have one width,
+// and Qwen3.5's value heads lie in another order.
 #include "models/family.h"
 
 namespace pianola {
 namespace {
 
 constexpr std::string_view kLinear = "linear_attention";
+constexpr std::int64_t kInterval = 4;
+
+std::vector<Mixer> every_so_many_attend(std::int64_t layers, std::int64_t interval) {
+  std::vector<Mixer> mixers;
+  for (std::int64_t layer = 0; layer < layers; ++layer) {
+    mixers.push_back((layer + 1) % interval == 0 ? Mixer::kAttention : Mixer::kDeltaRule);
+  }
+  return mixers;
+}
 
 void parse_linear_layers(const JsonObject& root, ModelConfig& config) {
   StateLayerConfig& s = config.state;
@@ -28,14 +40,12 @@ void parse_linear_layers(const JsonObject& root, ModelConfig& config) {
     s.mixers.resize(static_cast<std::size_t>(layers));  // another count is refused
     return;
   }
-  const std::int64_t interval = root.find_int("full_attention_interval").value_or(4);
+  const std::int64_t interval = root.find_int("full_attention_interval").value_or(kInterval);
   if (interval < 1) {
     fail(ErrorCode::kInvalidModel, "{}: expected a positive number, found {}",
          root.field_path("full_attention_interval"), interval);
   }
-  for (std::int64_t layer = 0; layer < layers; ++layer) {
-    s.mixers.push_back((layer + 1) % interval == 0 ? Mixer::kAttention : Mixer::kDeltaRule);
-  }
+  s.mixers = every_so_many_attend(layers, interval);
 }
 
 void parse_qwen3_5(const JsonObject& root, ModelConfig& config) {
@@ -51,7 +61,6 @@ void parse_qwen3_5(const JsonObject& root, ModelConfig& config) {
 
 void parse_qwen3_next(const JsonObject& root, ModelConfig& config) {
   parse_qwen3_5(root, config);
-  config.state.fused_projections = true;
   if (root.find_int("num_experts") == 0) return;
   parse_qwen_experts(root, config);
   config.experts.score = root.find_bool("norm_topk_prob").value_or(true)
@@ -60,20 +69,75 @@ void parse_qwen3_next(const JsonObject& root, ModelConfig& config) {
   config.experts.shared_expert_intermediate_size = root.get_int("shared_expert_intermediate_size");
 }
 
+// The keys of linear attention, and which layers have it.
+void finish_gguf_linear(const Metadata& metadata, const std::string& arch, ModelConfig& config) {
+  const auto key = [&arch](const char* suffix) { return arch + "." + suffix; };
+  config.attention_gate = true;
+  StateLayerConfig& s = config.state;
+  s.heads = metadata.get_int(key("ssm.time_step_rank"));
+  s.key_heads = metadata.get_int(key("ssm.group_count"));
+  s.key_dim = metadata.get_int(key("ssm.state_size"));
+  s.value_dim = s.key_dim;
+  s.conv_taps = metadata.get_int(key("ssm.conv_kernel"));
+  const std::int64_t width = metadata.get_int(key("ssm.inner_size"));
+  if (s.heads < 1 || s.heads > kMaxHeads || width % s.heads != 0 || width / s.heads != s.key_dim) {
+    fail(ErrorCode::kInvalidModel,
+         "metadata key '{}': expected ssm.time_step_rank ({}) heads of ssm.state_size ({}), "
+         "found {}",
+         key("ssm.inner_size"), s.heads, s.key_dim, width);
+  }
+  const std::int64_t layers = config.num_hidden_layers;
+  if (layers < 1 || layers > kMaxLayers) return;  // refused by check_model_config
+  const std::string recurrent = key("attention.recurrent_layers");
+  if (const std::vector<bool>* folds = metadata.find_bools(recurrent)) {
+    if (static_cast<std::int64_t>(folds->size()) < layers) {
+      fail(ErrorCode::kInvalidModel, "metadata key '{}': {} values, expected one for each of {}",
+           recurrent, folds->size(), layers);
+    }
+    for (std::int64_t layer = 0; layer < layers; ++layer) {
+      const bool linear = (*folds)[static_cast<std::size_t>(layer)];
+      s.mixers.push_back(linear ? Mixer::kDeltaRule : Mixer::kAttention);
+    }
+    return;
+  }
+  const std::string interval = key("full_attention_interval");
+  const std::int64_t every = metadata.find_int(interval).value_or(kInterval);
+  if (every < 1) {
+    fail(ErrorCode::kInvalidModel, "metadata key '{}': expected a positive number, found {}",
+         interval, every);
+  }
+  s.mixers = every_so_many_attend(layers, every);
+}
+
+void finish_qwen3_next_gguf(const Metadata& metadata, ModelConfig& config) {
+  finish_gguf_linear(metadata, "qwen3next", config);
+}
+
+void finish_qwen3_5_gguf(const Metadata& metadata, ModelConfig& config) {
+  finish_gguf_linear(metadata, "qwen35", config);
+  config.state.grouped_heads = false;
+}
+
 }  // namespace
 
 const Family kQwen3Next = {.model_type = "qwen3_next",
-                           .architecture = "",
+                           .architecture = "qwen3next",
                            .default_max_position_embeddings = 32768,
                            .state_layer_type = kLinear,
                            .partial_rotary_factor = 0.25,
-                           .parse_hf = parse_qwen3_next};
+                           .parse_hf = parse_qwen3_next,
+                           .gguf_qk_norm = true,
+                           .gguf_experts = true,
+                           .gguf_shared_expert = true,
+                           .finish_gguf = finish_qwen3_next_gguf};
 
 const Family kQwen35 = {.model_type = "qwen3_5_text",
-                        .architecture = "",
+                        .architecture = "qwen35",
                         .default_max_position_embeddings = 32768,
                         .state_layer_type = kLinear,
                         .partial_rotary_factor = 0.25,
-                        .parse_hf = parse_qwen3_5};
+                        .parse_hf = parse_qwen3_5,
+                        .gguf_qk_norm = true,
+                        .finish_gguf = finish_qwen3_5_gguf};
 
 }  // namespace pianola

@@ -5,8 +5,8 @@ namespace {
 
 constexpr float kUnitEps = 1e-6F;  // of the keys' and queries' lengths, in every reference
 
-// q, k, v and z lie side by side in the rows of each key head, beta and decay likewise.
-void declare_fused_projections(TableBuilder& table, const ModelConfig& c, StateLayerWeights& w) {
+// One tensor with q, k, v and z side by side in the rows of each key head.
+void declare_fused_qkvz(TableBuilder& table, const ModelConfig& c, StateLayerWeights& w) {
   const StateLayerConfig& s = c.state;
   const std::int64_t share = s.heads / s.key_heads;  // value heads of a key head
   const std::int64_t values = share * s.value_dim;
@@ -22,6 +22,12 @@ void declare_fused_projections(TableBuilder& table, const ModelConfig& c, StateL
                              {keys(0), keys(s.key_dim), of_values(2 * s.key_dim)});
   w.z = table.sliced_matrix(Part::kLinearZ, Part::kLinearQkvz, qkvz,
                             {of_values(2 * s.key_dim + values)});
+}
+
+// One tensor with beta and decay side by side in the rows of each key head.
+void declare_fused_rates(TableBuilder& table, const ModelConfig& c, StateLayerWeights& w) {
+  const StateLayerConfig& s = c.state;
+  const std::int64_t share = s.heads / s.key_heads;
   const Shape ba{2 * s.heads, c.hidden_size};
   w.beta = table.sliced_matrix(Part::kLinearBeta, Part::kLinearBetaDecay, ba,
                                {{0, share, 2 * share, s.heads}});
@@ -29,28 +35,35 @@ void declare_fused_projections(TableBuilder& table, const ModelConfig& c, StateL
                                 {{share, share, 2 * share, s.heads}});
 }
 
-// [conv_width, 1, taps] in the checkpoint; one tap of all channels after the other here.
+// [conv_width, 1, taps] in the checkpoint, in GGUF a matrix; one tap of all channels after the
+// other here.
 WeightId declare_conv(TableBuilder& table, Part part, const StateLayerConfig& s) {
   std::vector<RowSlice> taps;
   for (std::int64_t j = 0; j < s.conv_taps; ++j) {
     taps.push_back({j, 1, s.conv_taps, s.conv_width()});
   }
-  return table.sliced_vector(part, Shape{s.conv_width(), 1, s.conv_taps}, std::move(taps));
+  const Shape shape = table.rank(part) == 2 ? Shape{s.conv_width(), s.conv_taps}
+                                            : Shape{s.conv_width(), 1, s.conv_taps};
+  return table.sliced_vector(part, shape, std::move(taps));
 }
 
 StateLayerWeights declare_delta_rule(TableBuilder& table, const ModelConfig& c) {
   const StateLayerConfig& s = c.state;
   StateLayerWeights w;
-  if (s.fused_projections) {
-    declare_fused_projections(table, c, w);
+  if (table.has(Part::kLinearQkvz)) {
+    declare_fused_qkvz(table, c, w);
   } else {
     w.in = table.matrix(Part::kLinearQkv, s.conv_width(), c.hidden_size);
     w.z = table.matrix(Part::kLinearZ, s.value_width(), c.hidden_size);
+  }
+  if (table.has(Part::kLinearBetaDecay)) {
+    declare_fused_rates(table, c, w);
+  } else {
     w.beta = table.matrix(Part::kLinearBeta, s.heads, c.hidden_size);
     w.decay = table.matrix(Part::kLinearDecay, s.heads, c.hidden_size);
   }
   w.conv = declare_conv(table, Part::kLinearConv, s);
-  w.a_log = table.vector(Part::kLinearALog, s.heads);
+  w.a_log = table.log_vector(Part::kLinearALog, s.heads);
   w.dt_bias = table.vector(Part::kLinearDtBias, s.heads);
   w.norm = table.vector(Part::kLinearNorm, s.value_dim);
   w.out = table.matrix(Part::kLinearOut, c.hidden_size, s.value_width());
@@ -82,19 +95,22 @@ StateLayerWeights declare_ssm(TableBuilder& table, const ModelConfig& c) {
 // What becomes of a token, from the output of the convolution to the gated norm, in both kinds.
 void record_delta_rule(Recorder& r, const ModelConfig& config, const StateLayerWeights& w,
                        const StateBuffers& buffers, StateId state) {
-  r.record(DeltaRuleOp{.qkv = buffers.convolved,
-                       .decay = buffers.decay,
-                       .beta = buffers.beta,
-                       .a_log = w.a_log,
-                       .dt_bias = w.dt_bias,
-                       .key_heads = static_cast<std::int32_t>(config.state.key_heads),
-                       .eps = kUnitEps,
-                       .state = state,
-                       .out = buffers.mixed});
+  const StateLayerConfig& s = config.state;
+  r.record(
+      DeltaRuleOp{.qkv = buffers.convolved,
+                  .decay = buffers.decay,
+                  .beta = buffers.beta,
+                  .a_log = w.a_log,
+                  .dt_bias = w.dt_bias,
+                  .key_heads = static_cast<std::int32_t>(s.key_heads),
+                  .group = static_cast<std::int32_t>(s.grouped_heads ? s.heads / s.key_heads : 1),
+                  .eps = kUnitEps,
+                  .state = state,
+                  .out = buffers.mixed});
   r.record(GatedNormOp{.in = buffers.mixed,
                        .gate = buffers.gate,
                        .norm = {w.norm, static_cast<float>(config.rms_norm_eps)},
-                       .group = static_cast<std::int32_t>(config.state.value_dim),
+                       .group = static_cast<std::int32_t>(s.value_dim),
                        .out = buffers.mixed});
 }
 

@@ -38,6 +38,13 @@ class TableBuilder {
     tables_.weights.back().offset = static_cast<float>(offset);
     return id;
   }
+  // Logarithms: GGUF holds -e^x of each, Hugging Face files x.
+  WeightId log_vector(Part part, std::int64_t size) {
+    const WeightId id = vector(part, size);
+    tables_.weights.back().negative_exponentials =
+        checkpoint_.format() == Checkpoint::Format::kGguf;
+    return id;
+  }
   // The norm before the head: what it gives is multiplied by `scale`.
   WeightId scaled_norm(Part part, std::int64_t size, double offset, double scale) {
     const WeightId id = norm(part, size, offset);
@@ -75,6 +82,11 @@ class TableBuilder {
     return push(std::move(decl));
   }
   bool has(Part part) const { return checkpoint_.find(name_of(part)) != nullptr; }
+  // 0 when there is no such tensor.
+  int rank(Part part) const {
+    const TensorInfo* tensor = checkpoint_.find(name_of(part));
+    return tensor ? static_cast<int>(tensor->shape.rank()) : 0;
+  }
 
   // Matrices [rows, cols] of all experts, as GGUF keeps them or as Hugging Face does.
   WeightId stack(ExpertTensors tensors, Part part, std::int64_t experts, std::int64_t rows,

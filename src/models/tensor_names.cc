@@ -65,17 +65,17 @@ constexpr std::array<Names, 83> kNames = {{
     {true, "experts.gate_up_bias", "", "mlp.experts.gate_up_proj_bias"},
     {true, "experts.down_bias", "", "mlp.experts.down_proj_bias"},
     {true, "attention_gate", "", ""},
-    {true, "linear.qkv_proj", "", "linear_attn.in_proj_qkv.weight"},
-    {true, "linear.z_proj", "", "linear_attn.in_proj_z.weight"},
-    {true, "linear.beta_proj", "", "linear_attn.in_proj_b.weight"},
-    {true, "linear.decay_proj", "", "linear_attn.in_proj_a.weight"},
-    {true, "linear.qkvz_proj", "", "linear_attn.in_proj_qkvz.weight"},
-    {true, "linear.beta_decay_proj", "", "linear_attn.in_proj_ba.weight"},
-    {true, "linear.conv", "", "linear_attn.conv1d.weight"},
-    {true, "linear.a_log", "", "linear_attn.A_log"},
-    {true, "linear.dt_bias", "", "linear_attn.dt_bias"},
-    {true, "linear.norm", "", "linear_attn.norm.weight"},
-    {true, "linear.out_proj", "", "linear_attn.out_proj.weight"},
+    {true, "linear.qkv_proj", "attn_qkv.weight", "linear_attn.in_proj_qkv.weight"},
+    {true, "linear.z_proj", "attn_gate.weight", "linear_attn.in_proj_z.weight"},
+    {true, "linear.beta_proj", "ssm_beta.weight", "linear_attn.in_proj_b.weight"},
+    {true, "linear.decay_proj", "ssm_alpha.weight", "linear_attn.in_proj_a.weight"},
+    {true, "linear.qkvz_proj", "ssm_in.weight", "linear_attn.in_proj_qkvz.weight"},
+    {true, "linear.beta_decay_proj", "ssm_ba.weight", "linear_attn.in_proj_ba.weight"},
+    {true, "linear.conv", "ssm_conv1d.weight", "linear_attn.conv1d.weight"},
+    {true, "linear.a_log", "ssm_a", "linear_attn.A_log"},
+    {true, "linear.dt_bias", "ssm_dt.bias", "linear_attn.dt_bias"},
+    {true, "linear.norm", "ssm_norm.weight", "linear_attn.norm.weight"},
+    {true, "linear.out_proj", "ssm_out.weight", "linear_attn.out_proj.weight"},
     {true, "ssm.xbc_proj", "", ""},
     {true, "ssm.z_proj", "", ""},
     {true, "ssm.dt_proj", "", ""},
@@ -214,8 +214,8 @@ std::string weight_name(Part part, std::int64_t layer, TensorNaming naming) {
                         : fmt::format("{}{}", stack, names.own);
 }
 
-bool is_of_layer(std::string_view name, std::int64_t layer) {
-  return name.starts_with(fmt::format("model.layers.{}.", layer));
+bool is_of_layer(Checkpoint::Format format, std::string_view name, std::int64_t layer) {
+  return name.starts_with(fmt::format("{}.{}.", layers_of(format, TensorNaming::kCommon), layer));
 }
 
 bool is_ignored_tensor(std::string_view name) {

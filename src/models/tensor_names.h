@@ -111,8 +111,8 @@ std::string expert_tensor_name(Checkpoint::Format format, Part part, std::int64_
 std::string weight_name(Part part, std::int64_t layer = 0,
                         TensorNaming naming = TensorNaming::kCommon);
 
-// Whether a tensor of a Hugging Face folder belongs to that layer.
-bool is_of_layer(std::string_view name, std::int64_t layer);
+// Whether a tensor, named as most families name them, belongs to that layer.
+bool is_of_layer(Checkpoint::Format format, std::string_view name, std::int64_t layer);
 
 // Tensors that some files carry and no decoder here needs: derived buffers.
 bool is_ignored_tensor(std::string_view name);

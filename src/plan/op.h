@@ -198,7 +198,7 @@ struct ShortConvOp {
 };
 
 // Gated delta rule, each head h with a state S [key_dim, value_dim] that its row's tokens are
-// folded into one after the other. With q and k of head h / (heads / key_heads), each divided by
+// folded into one after the other. With q and k of head h / group % key_heads, each divided by
 // sqrt(its sum of squares + eps), and q by sqrt(key_dim) besides:
 //   S <- e^(-e^a_log[h] softplus(decay[t, h] + dt_bias[h])) S
 //   S <- S + k (sigmoid(beta[t, h]) (v - S' k))'
@@ -210,6 +210,7 @@ struct DeltaRuleOp {
   BufferId beta;            // [T, heads]
   WeightId a_log, dt_bias;  // [heads]
   std::int32_t key_heads = 0;
+  std::int32_t group = 0;  // neighbouring heads that share q and k
   float eps = 0;
   StateId state;
   BufferId out;  // [T, heads * value_dim]

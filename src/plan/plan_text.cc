@@ -80,8 +80,9 @@ class Printer {
   std::string operator()(const DeltaRuleOp& o) const {
     const StateSpec& spec = state(o.state);
     return fmt::format(
-        "delta_rule {}, state.{} <- {}, {}, {}  heads={}/{} dim={}x{} a_log={} dt_bias={} eps={:g}",
-        b(o.out), o.state.index, b(o.qkv), b(o.decay), b(o.beta), spec.heads, o.key_heads,
+        "delta_rule {}, state.{} <- {}, {}, {}  heads={}/{} group={} dim={}x{} a_log={} dt_bias={} "
+        "eps={:g}",
+        b(o.out), o.state.index, b(o.qkv), b(o.decay), b(o.beta), spec.heads, o.key_heads, o.group,
         spec.key_dim, spec.value_dim, w(o.a_log), w(o.dt_bias), o.eps);
   }
   std::string operator()(const SsmOp& o) const {

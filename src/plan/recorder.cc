@@ -230,8 +230,9 @@ void Recorder::check(const ShortConvOp& op) const {
 
 void Recorder::check(const DeltaRuleOp& op) const {
   const StateSpec& spec = state(op.state);
-  expect(spec.heads > 0 && op.key_heads > 0 && spec.heads % op.key_heads == 0,
-         "heads a multiple of key_heads");
+  expect(spec.heads > 0 && op.key_heads > 0 && op.group > 0 &&
+             spec.heads % (std::int64_t{op.key_heads} * op.group) == 0,
+         "heads a multiple of key_heads groups");
   const std::int64_t values = std::int64_t{spec.heads} * spec.value_dim;
   expect(width(op.qkv, Extent::kTokens) == 2 * std::int64_t{op.key_heads} * spec.key_dim + values,
          "queries, keys and values of all heads");

@@ -1,7 +1,9 @@
 #include "tensor/weight_layout.h"
 
+#include <cmath>
 #include <cstring>
 
+#include "base/check.h"
 #include "tensor/quant_format.h"
 
 namespace pianola {
@@ -46,6 +48,13 @@ void read_vector(const WeightDecl& decl, const std::byte* source, float* values)
   dequantize_row(decl.dtype, source, values, static_cast<std::size_t>(decl.cols));
   for (std::int64_t i = 0; decl.offset != 0 && i < decl.cols; ++i) values[i] += decl.offset;
   for (std::int64_t i = 0; decl.scale != 1 && i < decl.cols; ++i) values[i] *= decl.scale;
+  for (std::int64_t i = 0; decl.negative_exponentials && i < decl.cols; ++i) {
+    if (!(values[i] <= 0)) {  // 0 is what becomes of a very small one
+      fail(ErrorCode::kInvalidModel, "tensor '{}': element {}: expected -e^x, found {}",
+           decl.source, i, values[i]);
+    }
+    values[i] = std::log(-values[i]);
+  }
 }
 
 }  // namespace pianola

@@ -62,6 +62,7 @@ struct WeightDecl {
   std::vector<float> constant;   // [cols]: computed by the model instead of read (rope frequencies)
   float offset = 0;              // of a vector: added to each element that is read (norms by 1 + w)
   float scale = 1;               // and what the sum is multiplied by
+  bool negative_exponentials = false;  // of a vector: it is x where the checkpoint has -e^x
 
   // Of all matrices, without what else a tensor that they share holds.
   std::size_t source_bytes() const {
@@ -75,7 +76,8 @@ std::vector<std::byte> gather_rows(const WeightDecl& decl, const std::byte* sour
 // One matrix of a stack as a weight of its own: what a backend is asked to lay out and to repack.
 WeightDecl one_matrix(const WeightDecl& stack);
 
-// A vector's [cols] values from its bytes in the checkpoint, unaligned.
+// A vector's [cols] values from its bytes in the checkpoint, unaligned. Throws InvalidModel when
+// one that should be -e^x is not.
 void read_vector(const WeightDecl& decl, const std::byte* source, float* values);
 
 // Where the bytes of a weight are when the model runs.

@@ -145,6 +145,7 @@ constexpr PreName kPreNames[] = {
     {"phi-2", "gpt-2"},      {"llama-bpe", "llama-bpe"},
     {"llama3", "llama-bpe"}, {"llama-v3", "llama-bpe"},
     {"qwen2", "qwen2"},      {"deepseek-r1-qwen", "qwen2"},
+    {"qwen35", "qwen35"},    {"gpt-4o", "gpt-4o"},
 };
 
 void build_byte_level(const Metadata& metadata, TokenizerData& data) {
@@ -153,7 +154,9 @@ void build_byte_level(const Metadata& metadata, TokenizerData& data) {
                                   [&](const PreName& n) { return pre && *pre == n.name; });
   if (name == std::end(kPreNames)) {
     fail(ErrorCode::kUnsupported,
-         "tokenizer.ggml.pre: '{}', expected smollm, gpt-2, llama-bpe or qwen2 (or an alias)",
+         "tokenizer.ggml.pre: '{}', expected smollm, gpt-2, gpt-4o, llama-bpe, qwen2 or qwen35 (or "
+         "an "
+         "alias)",
          pre ? pre->substr(0, 80) : "(missing)");
   }
   data.kind = "byte-level BPE";
@@ -162,9 +165,13 @@ void build_byte_level(const Metadata& metadata, TokenizerData& data) {
   if (data.pre == "llama-bpe") {
     options.ignore_merges = true;
     data.pre_tokenizer.add({PreStep::Kind::kPattern, WordPattern::kLlama3});
-  } else if (data.pre == "qwen2") {
+  } else if (data.pre == "qwen2" || data.pre == "qwen35") {
     data.normalizer.add({Normalizer::Step::Kind::kNfc}, "tokenizer.ggml.pre");
-    data.pre_tokenizer.add({PreStep::Kind::kPattern, WordPattern::kQwen2});
+    const bool marks = data.pre == "qwen35";
+    data.pre_tokenizer.add(
+        {PreStep::Kind::kPattern, marks ? WordPattern::kQwen35 : WordPattern::kQwen2});
+  } else if (data.pre == "gpt-4o") {
+    data.pre_tokenizer.add({PreStep::Kind::kPattern, WordPattern::kO200k});
   } else {
     if (data.pre == "smollm") data.pre_tokenizer.add({.kind = PreStep::Kind::kDigits});
     data.pre_tokenizer.add({PreStep::Kind::kPattern, WordPattern::kGpt2});

@@ -23,20 +23,24 @@ bool is_ascii(std::string_view text) {
 }
 
 // Blocks with compositions that are younger than the reference's NFC tables (Unicode 12).
-constexpr unicode::ClassRange kYoungBlocks[] = {{0x105C0, 0x105FF, 0},
-                                                {0x11380, 0x113FF, 0},
-                                                {0x11900, 0x1195F, 0},
-                                                {0x16100, 0x1613F, 0},
-                                                {0x16D40, 0x16D7F, 0}};
+struct Block {
+  char32_t first;
+  char32_t last;
+};
+constexpr Block kYoungBlocks[] = {{0x105C0, 0x105FF},
+                                  {0x11380, 0x113FF},
+                                  {0x11900, 0x1195F},
+                                  {0x16100, 0x1613F},
+                                  {0x16D40, 0x16D7F}};
 
 // Whether the reference knows no decomposition, composition or order of this character, though the
 // library here may: it then stands still, and nothing moves across it.
 bool is_inert_for_reference(char32_t c) {
   if (c < 0x300) return false;
-  for (const unicode::ClassRange& block : kYoungBlocks) {
+  for (const Block& block : kYoungBlocks) {
     if (c >= block.first && c <= block.last) return true;
   }
-  return (unicode::classes_of(c) & unicode::kMark) == 0 &&
+  return (unicode::classes_of(c) & unicode::kReordered) == 0 &&
          utf8proc_get_property(static_cast<utf8proc_int32_t>(c))->combining_class != 0;
 }
 

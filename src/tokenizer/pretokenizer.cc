@@ -9,8 +9,11 @@ namespace {
 
 using unicode::kDigit;
 using unicode::kLetter;
+using unicode::kLower;
+using unicode::kMark;
 using unicode::kNumber;
 using unicode::kSpace;
+using unicode::kUpper;
 
 // Cursor over the characters of a text. At the end, and for invalid bytes, no class is set.
 class Scanner {
@@ -25,8 +28,10 @@ class Scanner {
   char32_t code_point() const { return code_point_; }
   bool is(unsigned classes) const { return (classes_ & classes) != 0; }
   bool is_newline() const { return code_point_ == '\n' || code_point_ == '\r'; }
-  // [^\s\p{L}\p{N}]
-  bool is_symbol() const { return !done() && !is(kSpace | kLetter | kNumber); }
+  // [^\s\p{L}\p{N}], and not of `others`
+  bool is_symbol(unsigned others = 0) const {
+    return !done() && !is(kSpace | kLetter | kNumber | others);
+  }
 
   void advance() {
     at_ += length_;
@@ -35,8 +40,8 @@ class Scanner {
   void skip(unsigned classes) {
     while (is(classes)) advance();
   }
-  void skip_symbols() {
-    while (is_symbol()) advance();
+  void skip_symbols(unsigned others = 0) {
+    while (is_symbol(others)) advance();
   }
 
  private:
@@ -61,7 +66,7 @@ class Scanner {
   }
 
   static constexpr char32_t kNothing = 0x110000;
-  const std::uint8_t* table_;
+  const unicode::Classes* table_;
   std::string_view text_;
   std::size_t at_;
   std::size_t length_ = 0;
@@ -122,8 +127,9 @@ std::size_t gpt2_end(std::string_view text, std::size_t at) {
 }
 
 // (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*
-// |\s*[\r\n]+|\s+(?!\S)|\s+     with {1,max_digits}
-std::size_t llama3_end(std::string_view text, std::size_t at, int max_digits) {
+// |\s*[\r\n]+|\s+(?!\S)|\s+     with {1,max_digits}, and `letters` for the \p{L} of words
+std::size_t llama3_end(std::string_view text, std::size_t at, int max_digits,
+                       unsigned letters = kLetter) {
   Scanner scan(text, at);
   if (scan.code_point() == '\'') {
     if (const std::size_t length = contraction(text, at, true)) return at + length;
@@ -135,16 +141,66 @@ std::size_t llama3_end(std::string_view text, std::size_t at, int max_digits) {
   const bool is_space = scan.code_point() == ' ';
   Scanner next = scan;
   if (!scan.is(kLetter) && !scan.is_newline()) next.advance();
-  if (next.is(kLetter)) {
-    next.skip(kLetter);
+  if (next.is(letters)) {
+    next.skip(letters);
     return next.at();
   }
-  if (is_space ? next.is_symbol() : scan.is_symbol()) {
-    next.skip_symbols();
+  if (scan.is(letters)) return next.at();  // a mark alone
+  if (is_space ? next.is_symbol(letters) : scan.is_symbol(letters)) {
+    next.skip_symbols(letters);
     while (next.is_newline()) next.advance();
     return next.at();
   }
   return space_end(text, at, true);
+}
+
+// [\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+ from `scan` on: where it ends, or
+// where it begins when it does not match. Characters of both sets count for the first as long as
+// one is left for the second.
+std::size_t cased_word_end(Scanner scan) {
+  std::size_t end = scan.at();
+  while (scan.is(kLetter | kMark) && !scan.is(kLower)) {
+    const bool of_both = !scan.is(kUpper);
+    scan.advance();
+    if (of_both) end = scan.at();
+  }
+  if (!scan.is(kLower)) return end;
+  while (scan.is(kLetter | kMark) && !scan.is(kUpper)) scan.advance();
+  return scan.at();
+}
+
+// A word of o200k: small letters behind capital ones, or capital ones alone, with at most one
+// symbol in front and a contraction behind. `at` when there is none.
+std::size_t o200k_word_end(std::string_view text, std::size_t at) {
+  const Scanner first(text, at);
+  Scanner behind = first;
+  if (!first.is(kLetter | kNumber) && !first.is_newline()) behind.advance();
+  std::size_t end = cased_word_end(behind);
+  if (end == behind.at()) end = cased_word_end(first);  // the symbol may be a mark
+  if (end == at) {
+    const std::size_t begin = behind.at();
+    behind.skip(kUpper);  // nothing of the second set follows
+    if (behind.at() == begin) return at;
+    end = behind.at();
+  }
+  return end < text.size() && text[end] == '\'' ? end + contraction(text, end, true) : end;
+}
+
+// [^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?
+// |[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?
+// |\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+
+std::size_t o200k_end(std::string_view text, std::size_t at) {
+  if (const std::size_t end = o200k_word_end(text, at); end > at) return end;
+  Scanner scan(text, at);
+  if (scan.is(kNumber)) {
+    for (int i = 0; i < 3 && scan.is(kNumber); ++i) scan.advance();
+    return scan.at();
+  }
+  if (scan.code_point() == ' ') scan.advance();
+  if (!scan.is_symbol()) return space_end(text, at, true);
+  scan.skip_symbols();
+  while (scan.is_newline() || scan.code_point() == '/') scan.advance();
+  return scan.at();
 }
 
 void split_digits(std::string_view text, bool runs, auto&& emit) {
@@ -189,6 +245,10 @@ std::size_t word_end(WordPattern pattern, std::string_view text, std::size_t at)
       return llama3_end(text, at, 3);
     case WordPattern::kQwen2:
       return llama3_end(text, at, 1);
+    case WordPattern::kQwen35:
+      return llama3_end(text, at, 1, kLetter | kMark);
+    case WordPattern::kO200k:
+      return o200k_end(text, at);
   }
   return text.size();
 }
@@ -204,6 +264,14 @@ std::optional<WordPattern> known_pattern(std::string_view regex) {
   if (regex ==
       R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)") {
     return WordPattern::kQwen2;
+  }
+  if (regex ==
+      R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)") {
+    return WordPattern::kQwen35;
+  }
+  if (regex ==
+      R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)") {
+    return WordPattern::kO200k;
   }
   return std::nullopt;
 }

@@ -17,7 +17,7 @@
 
 namespace pianola {
 
-enum class WordPattern { kGpt2, kLlama3, kQwen2 };
+enum class WordPattern { kGpt2, kLlama3, kQwen2, kQwen35, kO200k };
 
 // End of the word that starts at `at` (< text.size()).
 std::size_t word_end(WordPattern pattern, std::string_view text, std::size_t at);

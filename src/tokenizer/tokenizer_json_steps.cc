@@ -107,6 +107,10 @@ const char* pattern_name(WordPattern pattern) {
       return "llama-bpe";
     case WordPattern::kQwen2:
       return "qwen2";
+    case WordPattern::kQwen35:
+      return "qwen35";
+    case WordPattern::kO200k:
+      return "gpt-4o";
   }
   return "";
 }

@@ -1,15 +1,26 @@
 #include "tokenizer/unicode_class.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace pianola::unicode {
+namespace {
 
-const std::uint8_t* class_table() {
-  static const std::vector<std::uint8_t> table = [] {
-    std::vector<std::uint8_t> classes(0x110000);
-    for (const ClassRange& range : kClassRanges) {
-      for (char32_t c = range.first; c <= range.last; ++c) classes[c] = range.classes;
-    }
+struct Run {
+  char32_t first;
+  char32_t count;
+  Classes classes;
+};
+constexpr Run kRuns[] = {
+#include "tokenizer/unicode_ranges.inc"
+};
+
+}  // namespace
+
+const Classes* class_table() {
+  static const std::vector<Classes> table = [] {
+    std::vector<Classes> classes(0x110000);
+    for (const Run& run : kRuns) std::fill_n(classes.begin() + run.first, run.count, run.classes);
     return classes;
   }();
   return table.data();

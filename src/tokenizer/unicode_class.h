@@ -1,4 +1,4 @@
-// Classes of code points as regular expressions see them: \p{L}, \p{N}, \s, \w.
+// Classes of code points as regular expressions see them: \p{L}, \p{N}, \p{M}, \s, \w.
 //
 //   if (unicode::classes_of(c) & unicode::kLetter) ...
 //
@@ -10,24 +10,20 @@
 
 namespace pianola::unicode {
 
-inline constexpr std::uint8_t kLetter = 1;
-inline constexpr std::uint8_t kNumber = 2;
-inline constexpr std::uint8_t kSpace = 4;
-inline constexpr std::uint8_t kWord = 8;
-inline constexpr std::uint8_t kDigit = 16;  // what the Digits pre-tokenizer splits off
-inline constexpr std::uint8_t kMark = 32;   // reordered by the reference's NFC
+using Classes = std::uint16_t;
+inline constexpr Classes kLetter = 1;
+inline constexpr Classes kNumber = 2;
+inline constexpr Classes kSpace = 4;
+inline constexpr Classes kWord = 8;
+inline constexpr Classes kDigit = 16;      // what the Digits pre-tokenizer splits off
+inline constexpr Classes kReordered = 32;  // by the reference's NFC: marks
+inline constexpr Classes kMark = 64;       // \p{M}
+inline constexpr Classes kUpper = 128;     // letters of upper case or title case
+inline constexpr Classes kLower = 256;
 
-struct ClassRange {
-  char32_t first;
-  char32_t last;
-  std::uint8_t classes;
-};
-inline constexpr int kClassRangeCount = 1269;
-extern const ClassRange kClassRanges[kClassRangeCount];  // ascending, disjoint
+// Of each code point, [0x110000]; built on first use.
+const Classes* class_table();
 
-// One byte for each code point, [0x110000]; built on first use.
-const std::uint8_t* class_table();
-
-inline std::uint8_t classes_of(char32_t c) { return c < 0x110000 ? class_table()[c] : 0; }
+inline Classes classes_of(char32_t c) { return c < 0x110000 ? class_table()[c] : 0; }
 
 }  // namespace pianola::unicode

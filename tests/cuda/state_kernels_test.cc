@@ -30,6 +30,9 @@ std::vector<std::pair<std::string, Layer>> real_layers() {
   layers.emplace_back(
       "qwen3-next",
       delta_layer({.heads = 32, .key_heads = 16, .key_dim = 128, .value_dim = 128}, 4));
+  layers.emplace_back(
+      "qwen3.5, GGUF",
+      delta_layer({.heads = 32, .key_heads = 16, .key_dim = 128, .value_dim = 128, .group = 1}, 4));
   layers.emplace_back("bamba",
                       ssm_layer({.heads = 128, .groups = 1, .key_dim = 128, .value_dim = 64}, 4));
   layers.emplace_back("wide keys",
@@ -233,6 +236,7 @@ class Qwen3Next {
              .query_at = 0,
              .value_at = 2 * kKeys,
              .key_heads = kKeyHeads,
+             .group = kHeads / kKeyHeads,
              .rate = small_.data(),
              .beta = small_.data(),
              .a_log = weight_.data(),

@@ -126,15 +126,15 @@ inline ModelGolden read_golden(const std::filesystem::path& folder) {
 inline std::vector<ModelGolden> read_all_goldens() {
   std::vector<ModelGolden> goldens;
   for (const char* name :
-       {"gemma3/mixed",   "gpt_oss/mixed",      "gpt_oss/bfloat16", "qwen3_moe/all",
-        "qwen3_moe/some", "qwen2_moe/shared",   "qwen2_moe/q8",     "qwen2_moe/q4",
-        "llama/untied",   "llama/tied",         "llama/bias",       "llama/linear",
-        "llama/dynamic",  "llama/yarn",         "llama/llama3",     "llama/q4",
-        "llama/smollm2",  "llama/heads64",      "mistral/full",     "mistral/window",
-        "qwen2/tied",     "qwen2/window",       "qwen3/tied",       "qwen3/heads128",
-        "qwen3_5/hybrid", "qwen3_next/experts", "bamba/hybrid",     "bamba/limits",
-        "gemma3/shared",  "deepseek/v2_lite",   "deepseek/v2",      "deepseek/v3",
-        "deepseek/q8"}) {
+       {"gemma3/mixed",   "gpt_oss/mixed",    "gpt_oss/bfloat16",   "qwen3_moe/all",
+        "qwen3_moe/some", "qwen2_moe/shared", "qwen2_moe/q8",       "qwen2_moe/q4",
+        "llama/untied",   "llama/tied",       "llama/bias",         "llama/linear",
+        "llama/dynamic",  "llama/yarn",       "llama/llama3",       "llama/q4",
+        "llama/smollm2",  "llama/heads64",    "mistral/full",       "mistral/window",
+        "qwen2/tied",     "qwen2/window",     "qwen3/tied",         "qwen3/heads128",
+        "qwen3_5/hybrid", "qwen3_5/gguf",     "qwen3_next/experts", "qwen3_next/gguf",
+        "bamba/hybrid",   "bamba/limits",     "gemma3/shared",      "deepseek/v2_lite",
+        "deepseek/v2",    "deepseek/v3",      "deepseek/q8"}) {
     goldens.push_back(read_golden(golden_folder() / name));
   }
   return goldens;

@@ -103,6 +103,8 @@ struct DeltaShape {
   int key_heads = 2;
   int key_dim = 16;
   int value_dim = 24;
+  int group = 0;  // neighbours that share a key head; 0: all that do
+  int neighbours() const { return group > 0 ? group : heads / key_heads; }
   int qkv() const { return 2 * key_heads * key_dim + heads * value_dim; }
 };
 
@@ -126,7 +128,7 @@ inline std::vector<double> delta_rule(const DeltaShape& s, const std::vector<dou
         for (double& e : unit) e /= std::sqrt(squares);
         return unit;
       };
-      const int shared = h / (s.heads / s.key_heads) * s.key_dim;
+      const int shared = h / s.neighbours() % s.key_heads * s.key_dim;
       const std::vector<double> q = direction(row + shared);
       const std::vector<double> k = direction(row + keys + shared);
       const double* v = row + 2 * keys + h * s.value_dim;
@@ -272,6 +274,7 @@ inline Layer delta_layer(const DeltaShape& s, int taps = 0) {
   DeltaRuleOp op{.a_log = layer.weights.add(a_log),
                  .dt_bias = layer.weights.add(dt_bias),
                  .key_heads = s.key_heads,
+                 .group = s.neighbours(),
                  .eps = kEps,
                  .state = {0}};
   ShortConvOp before;
@@ -416,6 +419,9 @@ inline std::vector<std::pair<std::string, Layer>> conforming_layers() {
     layers.emplace_back("conv of " + std::to_string(taps), conv_layer(s));
   }
   layers.emplace_back("conv of one channel", conv_layer({.width = 1, .taps = kMaxConvTaps}));
+  layers.emplace_back(
+      "delta 6/2, far heads share",
+      delta_layer({.heads = 6, .key_heads = 2, .key_dim = 3, .value_dim = 5, .group = 1}));
   struct Dims {
     int heads, key_heads, key_dim, value_dim;
   };

@@ -2,7 +2,9 @@
 
     python tools/golden/check_llama_cpp.py [--write] [FOLDER of make_checkpoints.py --f32-gguf]
 
-A local check (needs llama-cpp-python), not part of CI. Prints, for each GGUF file, the largest and
+A local check (needs llama-cpp-python), not part of CI. Files that llama.cpp refuses are named: it knows
+DeepSeek-V2-Lite by its 27 layers alone. It cuts the ramp of gpt-oss's YaRN to whole dimensions, which
+these goldens do not. Prints, for each GGUF file, the largest and
 the root mean square difference of a logit. With F32 matrices and an F32 cache it should be float
 noise; with quantised matrices llama.cpp also quantises activations.
 
@@ -42,13 +44,19 @@ def main():
     rms = {}
     for path in sorted((ROOT / "tests" / "models").glob("*/*/golden.json")):
         golden = json.loads(path.read_text())
+        if "logits" not in golden:  # behind an encoder: rows are of another form
+            continue
         want = np.fromfile(path.parent / golden["logits"], dtype="<f4").astype(np.float64)
         files = [path.parent / name for name in golden["gguf"]]
         extra = folder and folder / f"{golden['case'].replace('/', '-')}-f32.gguf"
         if extra and extra.exists():
             files.append(extra)
         for file in files:
-            got = logits_of(file, golden["rows"], golden["max_seq_len"])
+            try:
+                got = logits_of(file, golden["rows"], golden["max_seq_len"])
+            except ValueError as error:
+                print(f"{golden['case']:16} {file.name:24} refused: {error}")
+                continue
             difference = got - want.reshape(got.shape)
             largest, mean = np.abs(difference).max(), float(np.sqrt(np.mean(difference**2)))
             if file != extra:

@@ -1,7 +1,8 @@
 """Writes a tiny transformers checkpoint as GGUF, with llama.cpp's conventions.
 
 Tensor names blk.N.*, rows of q and k interleaved for architecture llama, rope_freqs.weight for the
-llama3 scaling, matrices in the asked type, vectors and routers in F32, no vocabulary.
+llama3 scaling, matrices in the asked type, vectors, routers and the taps of convolutions in F32, no
+vocabulary.
 """
 
 import math
@@ -42,6 +43,25 @@ LAYER_NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "nextn.eh_proj": "nextn.eh_proj",
+    "nextn.enorm": "nextn.enorm",
+    "nextn.hnorm": "nextn.hnorm",
+    "nextn.shared_head_norm": "nextn.shared_head_norm",
+}
+# Parameters that are no weight or bias of a module.
+PARAMETER_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
 }
 ARCHITECTURES = {
     "mistral": "llama",
@@ -50,7 +70,15 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
 }
+# Their norm before the MLP is named by its place.
+NORM_BY_PLACE = ("gpt-oss", "qwen3next", "qwen35")
+# Files of these are written with a layer of a draft.
+WITH_DRAFT = ("qwen35",)
+# Matrices that are written in F32, whatever the type of the others.
+KEPT_WIDE = (".bias", ".mlp.gate.weight", ".mlp.router.weight", ".conv1d.weight")
 TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -62,10 +90,10 @@ def gguf_name(name, arch):
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
-    if rest == "self_attn.sinks":
-        return f"blk.{layer}.attn_sinks.weight"
+    if rest in PARAMETER_NAMES:
+        return f"blk.{layer}.{PARAMETER_NAMES[rest]}"
     stem, suffix = rest.rsplit(".", 1)
-    if stem == "post_attention_layernorm" and arch == "gpt-oss":
+    if stem == "post_attention_layernorm" and arch in NORM_BY_PLACE:
         return f"blk.{layer}.post_attention_norm.{suffix}"
     return f"blk.{layer}.{LAYER_NAMES[stem]}.{suffix}"
 
@@ -148,6 +176,84 @@ def add_latent_keys(writer, config, early):
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
+def split_qkvz(array, config):
+    """Queries, keys and values of all heads, and their gates, from what lies side by side in the
+    rows of each key head."""
+    keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+    values *= config.linear_num_value_heads // config.linear_num_key_heads
+    heads = array.reshape(config.linear_num_key_heads, -1, array.shape[-1])
+    parts = np.split(heads, np.cumsum([keys, keys, values]), axis=1)
+    q, k, v, z = (part.reshape(-1, array.shape[-1]) for part in parts)
+    return np.concatenate([q, k, v]), z
+
+
+def spread_value_heads(array, config, axis=0):
+    """Value head i of key head j, which lies at j * count + i, comes to i * key heads + j."""
+    keys = config.linear_num_key_heads
+    count = config.linear_num_value_heads // keys
+    shape = array.shape
+    width = shape[axis] // (keys * count)
+    apart = array.reshape(*shape[:axis], keys, count, width, *shape[axis + 1 :])
+    return apart.swapaxes(axis, axis + 1).reshape(shape)
+
+
+def convert_linear_attention(tensors, config, arch):
+    out = {}
+    values_begin = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    for name, array in tensors.items():
+        kind = name.rpartition("linear_attn.")[2]
+        if name.endswith("norm.weight") and kind != "norm.weight":
+            array = array + 1
+        elif kind == "A_log":
+            array = -np.exp(array)
+        elif kind == "conv1d.weight":
+            array = array[:, 0]
+        if arch == "qwen35" and kind in ("in_proj_qkv.weight", "conv1d.weight"):
+            values = spread_value_heads(array[values_begin:], config)
+            array = np.concatenate([array[:values_begin], values])
+        elif arch == "qwen35" and kind == "out_proj.weight":
+            array = spread_value_heads(array, config, axis=1)
+        elif arch == "qwen35" and kind != name and kind != "norm.weight":
+            array = spread_value_heads(array, config)
+        if kind == "in_proj_qkvz.weight":
+            qkv, z = split_qkvz(array, config)
+            out[name.replace("qkvz", "qkv")], out[name.replace("qkvz", "z")] = qkv, z
+        else:
+            out[name] = array
+    return out
+
+
+def add_draft_layer(tensors, config):
+    """A layer of a draft behind the others, as the published files have it: one that attends, and
+    what joins it to the model. No logit depends on it."""
+    source = max(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+    draft = config.num_hidden_layers
+    prefix, own = f"model.layers.{source}.", f"model.layers.{draft}."
+    copies = {own + n.removeprefix(prefix): a for n, a in tensors.items() if n.startswith(prefix)}
+    width = config.hidden_size
+    joints = {"eh_proj": np.zeros((width, 2 * width), dtype=np.float32)}
+    joints |= {n: np.ones(width, dtype=np.float32) for n in ("enorm", "hnorm", "shared_head_norm")}
+    return {**tensors, **copies, **{f"{own}nextn.{n}.weight": a for n, a in joints.items()}}
+
+
+def add_linear_attention_keys(writer, config, arch):
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    kinds = [kind == "linear_attention" for kind in config.layer_types]
+    if arch in WITH_DRAFT:
+        kinds.append(False)
+        writer.add_nextn_predict_layers(1)
+    writer.add_array(f"{arch}.attention.recurrent_layers", kinds)
+    writer.add_full_attention_interval(4)
+    turned = config.head_dim * config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(turned))
+    if arch == "qwen35":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
 def llama3_factors(rope, head_dim):
     """What the inverse frequencies are divided by."""
     factors = []
@@ -176,7 +282,7 @@ def export(path, config, tensors, matrix_type, early=False):
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + (arch in WITH_DRAFT))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     latent = arch == "deepseek2"
@@ -196,14 +302,20 @@ def export(path, config, tensors, matrix_type, early=False):
     writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "llama":
         writer.add_rope_dimension_count(head_dim)
-    if arch in ("gpt-oss", "qwen2moe", "qwen3moe"):
-        writer.add_expert_count(config.num_local_experts if arch != "qwen2moe" else config.num_experts)
+    if arch in ("qwen3next", "qwen35"):
+        add_linear_attention_keys(writer, config, arch)
+        tensors = convert_linear_attention(tensors, config, arch)
+        if arch in WITH_DRAFT:
+            tensors = add_draft_layer(tensors, config)
+    if arch in ("gpt-oss", "qwen2moe", "qwen3moe", "qwen3next"):
+        named = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
+        writer.add_expert_count(getattr(config, named))
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(
             getattr(config, "moe_intermediate_size", config.intermediate_size)
         )
         tensors = split_experts(tensors, arch)
-    if arch == "qwen2moe":
+    if arch in ("qwen2moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if arch == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
@@ -228,7 +340,7 @@ def export(path, config, tensors, matrix_type, early=False):
         if name.endswith(".mlp.shared_expert_gate.weight"):
             array = array[0]  # of one row: a vector
         array = np.ascontiguousarray(array, dtype=np.float32)
-        if array.ndim == 1 or name.endswith((".bias", ".mlp.gate.weight", ".mlp.router.weight")):
+        if array.ndim == 1 or name.endswith(KEPT_WIDE):
             writer.add_tensor(gguf_name(name, arch), array)
             continue
         # Transposed weights do not lie on the grid of a block format.

@@ -351,6 +351,23 @@ CASES = {
         dict(dtype="bfloat16", rows=(150, 17), max_seq_len=256, float64=True),
         [],
     ),
+    # What GGUF files can say: keys and values of one width, experts in every layer.
+    "qwen3_5/gguf": (
+        Qwen3_5TextConfig,
+        {**SMALL, **HYBRID, "linear_value_head_dim": 16, "tie_word_embeddings": False},
+        dict(dtype="float16", rows=(70, 17), float64=True),
+        ["F16"],
+    ),
+    "qwen3_next/gguf": (
+        Qwen3NextConfig,
+        {**SMALL, **HYBRID, "linear_value_head_dim": 16, "tie_word_embeddings": True,
+         "num_hidden_layers": 3,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 64},
+        dict(dtype="float16", rows=(70, 17), float64=True),
+        ["F16"],
+    ),
 }  # fmt: skip
 
 

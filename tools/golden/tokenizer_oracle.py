@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tokenizer_corpus import corpus, hostile, write_ids, write_texts
 
-VERSION = "2"
+VERSION = "3"
 CACHE = os.environ.get("PIANOLA_CACHE") or os.path.expanduser("~/.cache/pianola")
 MODELS = os.path.join(CACHE, "llama_cpp_python-0.3.36/vendor/llama.cpp/models")
 VOCABULARIES = {
@@ -27,11 +27,22 @@ VOCABULARIES = {
     "gpt-2": os.path.join(MODELS, "ggml-vocab-gpt-2.gguf"),
     "llama-bpe": os.path.join(MODELS, "ggml-vocab-llama-bpe.gguf"),
     "qwen2": os.path.join(MODELS, "ggml-vocab-qwen2.gguf"),
+    "qwen35": os.path.join(MODELS, "ggml-vocab-qwen35.gguf"),
+    # The words of gpt-4o in tokens of another: its own vocabulary is in no package.
+    "gpt-4o": os.path.join(MODELS, "ggml-vocab-llama-bpe.gguf"),
     "llama-spm": os.path.join(MODELS, "ggml-vocab-llama-spm.gguf"),
 }
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
+)
+QWEN35 = (
+    LLAMA3.replace("{1,3}", "").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -113,6 +124,8 @@ def byte_level_document(name, vocabulary):
         "gpt-2": byte_level(True),
         "llama-bpe": sequence("pretokenizers", [split(LLAMA3), byte_level(False)]),
         "qwen2": sequence("pretokenizers", [split(LLAMA3.replace("{1,3}", "")), byte_level(False)]),
+        "qwen35": sequence("pretokenizers", [split(QWEN35), byte_level(False)]),
+        "gpt-4o": sequence("pretokenizers", [split(O200K), byte_level(False)]),
     }[name]
     post = byte_level(True)
     if name == "llama-bpe":
@@ -136,7 +149,7 @@ def byte_level_document(name, vocabulary):
     }
     return document(
         vocabulary,
-        normalizer={"type": "NFC"} if name == "qwen2" else None,
+        normalizer={"type": "NFC"} if name in ("qwen2", "qwen35") else None,
         pre_tokenizer=pre,
         post_processor=post,
         decoder=byte_level(True),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes src/tokenizer/unicode_ranges.cc: which code points are letters, numbers, spaces and word characters,
-as the `tokenizers` wheel sees them, and which marks its NFC reorders.
+"""Writes src/tokenizer/unicode_ranges.inc: which code points are letters, numbers, spaces and word characters,
+as the `tokenizers` wheel sees them, which letters have a case, and which marks its NFC reorders.
 
 The wheel mixes four Unicode versions (regex engine, Rust's char methods, Rust's regex crate, NFC),
 and token ids depend on them, so the classes are asked of the wheel itself.
 
-    python tools/golden/tokenizer_unicode.py src/tokenizer/unicode_ranges.cc
+    python tools/golden/tokenizer_unicode.py src/tokenizer/unicode_ranges.inc
 """
 
 import sys
@@ -13,7 +13,8 @@ import sys
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-LETTER, NUMBER, SPACE, WORD, DIGIT, MARK = 1, 2, 4, 8, 16, 32
+LETTER, NUMBER, SPACE, WORD, DIGIT, REORDERED = 1, 2, 4, 8, 16, 32
+MARK, UPPER, LOWER = 64, 128, 256
 CODE_POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 
 
@@ -45,21 +46,27 @@ def word_characters():
     return {c for i, c in enumerate(CODE_POINTS) if i not in found}
 
 
-def marks():
+def reordered_marks():
     # U+0345 has the highest combining class: every other mark moves in front of it.
     normalize = normalizers.NFC().normalize_str
     return {c for c in CODE_POINTS if normalize("\u0345" + chr(c))[-1] == "\u0345"}
 
 
 def main():
+    def matching(regex):
+        return removed_by(pre_tokenizers.Split(Regex(regex), "removed"))
+
     classes = [0] * 0x110000
     for bit, members in (
-        (LETTER, removed_by(pre_tokenizers.Split(Regex(r"\p{L}"), "removed"))),
-        (NUMBER, removed_by(pre_tokenizers.Split(Regex(r"\p{N}"), "removed"))),
-        (SPACE, removed_by(pre_tokenizers.Split(Regex(r"\s"), "removed"))),
+        (LETTER, matching(r"\p{L}")),
+        (NUMBER, matching(r"\p{N}")),
+        (SPACE, matching(r"\s")),
         (WORD, word_characters()),
         (DIGIT, digits()),
-        (MARK, marks()),
+        (REORDERED, reordered_marks()),
+        (MARK, matching(r"\p{M}")),
+        (UPPER, matching(r"[\p{Lu}\p{Lt}]")),
+        (LOWER, matching(r"\p{Ll}")),
     ):
         print(f"class {bit}: {len(members)} code points", file=sys.stderr)
         for c in members:
@@ -74,7 +81,7 @@ def main():
             ranges.append([c, c, value])
     lines, line = [], "   "
     for begin, end, value in ranges:
-        item = f" {{0x{begin:X}, 0x{end:X}, {value}}},"
+        item = f" {{0x{begin:X}, {end - begin + 1}, {value}}},"
         if len(line) + len(item) > 100:
             lines.append(line)
             line = "   "
@@ -84,14 +91,11 @@ def main():
         out.write(
             "// Written by tools/golden/tokenizer_unicode.py from the tokenizers wheel "
             f"{tokenizers.__version__}.\n"
-            "// Bits: 1 \\p{L}, 2 \\p{N}, 4 \\s, 8 \\w, 16 numeric for Digits, 32 a mark for NFC.\n"
-            '#include "tokenizer/unicode_class.h"\n\nnamespace pianola::unicode {\n\n'
-            "// clang-format off\n"
-            f"const ClassRange kClassRanges[kClassRangeCount] = {{\n"
+            "// Bits: 1 \\p{L}, 2 \\p{N}, 4 \\s, 8 \\w, 16 numeric for Digits, 32 a mark for NFC, 64 \\p{M},\n"
+            "// 128 \\p{Lu} or \\p{Lt}, 256 \\p{Ll}. First of a run, how many, their bits; ascending.\n"
             + "\n".join(lines)
-            + "\n};\n// clang-format on\n\n}  // namespace pianola::unicode\n"
+            + "\n"
         )
-    print(f"{len(ranges)} ranges: kClassRangeCount in unicode_class.h must say so", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ void CpuProgram::execute(const DeltaRuleOp& op, Worker w) {
       op.state, op.out, true, w,
       [&](int t, int head, const StateStep& step) {
         const float* qkv = bound_.buffer(op.qkv) + t * bound_.width(op.qkv);
-        const float* q = qkv + std::int64_t{head / (spec.heads / op.key_heads)} * spec.key_dim;
+        const float* q = qkv + std::int64_t{head / op.group % op.key_heads} * spec.key_dim;
         unit(q, spec.key_dim, op.eps, query_scale, step.query);
         unit(q + keys, spec.key_dim, op.eps, 1.0F, step.key);
         std::copy_n(qkv + 2 * keys + std::int64_t{head} * spec.value_dim, spec.value_dim,

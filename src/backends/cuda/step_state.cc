@@ -41,6 +41,7 @@ void StepKernels::run(const DeltaRuleOp& op, std::size_t, const Launch& l) const
   args.query_at = 0;
   args.value_at = 2 * keys;
   args.key_heads = op.key_heads;
+  args.group = op.group;
   args.beta = bound_.buffer(op.beta);
   args.eps = op.eps;
   fold_states(args, l);
@@ -55,6 +56,7 @@ void StepKernels::run(const SsmOp& op, std::size_t, const Launch& l) const {
   args.query_at = values + op.groups * spec.key_dim;
   args.value_at = 0;
   args.key_heads = op.groups;
+  args.group = spec.heads / op.groups;
   args.skip = bound_.vector(op.skip);
   args.dt_min = op.dt_min;
   args.dt_max = op.dt_max;

@@ -125,7 +125,7 @@ void run(const DeltaRuleOp& op, const BoundPlan& bound) {
       bound, op.state, op.out, true,
       [&](std::int32_t t, int head, const StateStep& step) {
         const float* q = bound.buffer(op.qkv) + t * bound.width(op.qkv) +
-                         std::int64_t{head / (spec.heads / op.key_heads)} * spec.key_dim;
+                         std::int64_t{head / op.group % op.key_heads} * spec.key_dim;
         const float* v = bound.buffer(op.qkv) + t * bound.width(op.qkv) + 2 * keys +
                          std::int64_t{head} * spec.value_dim;
         unit(q, spec.key_dim, op.eps, 1.0 / std::sqrt(static_cast<double>(spec.key_dim)),

@@ -79,8 +79,8 @@ TEST(EngineAudit, PoisonReachesAllThatHoldsNoToken) {
 // Models with routers: all experts, some layers dense, a shared expert with state layers.
 constexpr const char* kRouted[] = {"qwen3_moe/all", "qwen3_moe/some", "qwen3_next/experts"};
 
-Engine routed_engine(const char* model, const char* backend, int chunk) {
-  EngineOptions options = {.backend = backend, .threads = 2, .max_seq_len = 64};
+Engine routed_engine(const char* model, const char* backend, int chunk, const char* isa = "") {
+  EngineOptions options = {.backend = backend, .threads = 2, .isa = isa, .max_seq_len = 64};
   options.chunk = chunk;
   options.cache_type = "f32";
   options.score = true;
@@ -149,12 +149,13 @@ float largest_difference(const std::vector<float>& a, const std::vector<float>& 
 }
 
 // Where a token goes to other experts than its own, another function is computed, and it is the
-// same one whoever computes it.
+// same one whoever computes it. (Instruction sets that multiply in bfloat16 round the activations
+// of a prompt, which these sharp little models show.)
 TEST(EngineAudit, RoutersCanBeOverruled) {
   for (const char* model : kRouted) {
     SCOPED_TRACE(model);
     Engine reference = routed_engine(model, "reference", 40);
-    Engine cpu = routed_engine(model, "cpu", 40);
+    Engine cpu = routed_engine(model, "cpu", 40, "portable");
     const std::vector<TokenId> tokens = routed_tokens();
     const RoutedScores own = EngineAudit::score(reference, tokens);
     const auto routers = routers_of(reference);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "expect_error.h"
 #include "models/model_config.h"
 #include "models/rope.h"
 #include "pianola/error.h"
@@ -101,6 +102,89 @@ TEST(GgufConfigTest, QwenHasHalvesBiasesAndNorms) {
   EXPECT_EQ(qwen3.head_dim, 32);
   EXPECT_TRUE(qwen3.qk_norm);
   EXPECT_FALSE(qwen3.qkv_bias);
+}
+
+// The keys of Qwen3-Next, as its 80B model has them but for their size, with `changes` over them.
+Metadata linear_attention(const std::string& arch, const std::vector<Entry>& changes = {}) {
+  std::vector<Entry> keys = {{"attention.key_length", number(32)},
+                             {"attention.value_length", number(32)},
+                             {"rope.dimension_count", number(8)},
+                             {"ssm.conv_kernel", number(4)},
+                             {"ssm.state_size", number(16)},
+                             {"ssm.group_count", number(2)},
+                             {"ssm.time_step_rank", number(6)},
+                             {"ssm.inner_size", number(96)},
+                             {"expert_count", number(8)},
+                             {"expert_used_count", number(2)},
+                             {"expert_feed_forward_length", number(32)},
+                             {"expert_shared_feed_forward_length", number(48)},
+                             {"block_count", number(5)},
+                             {"full_attention_interval", number(2)}};
+  if (arch == "qwen35") {
+    std::erase_if(keys, [](const Entry& entry) { return entry.first.starts_with("expert"); });
+  }
+  keys.insert(keys.end(), changes.begin(), changes.end());
+  return metadata(arch, keys);
+}
+
+TEST(GgufConfigTest, LinearAttention) {
+  const ModelConfig next = parse_gguf_config(linear_attention("qwen3next"));
+  EXPECT_TRUE(next.qk_norm && next.attention_gate && next.state.grouped_heads);
+  EXPECT_EQ(next.norm_offset, 0);
+  EXPECT_EQ(next.rope.partial_rotary_factor, 0.25);
+  const StateLayerConfig& s = next.state;
+  EXPECT_THAT(s.mixers, ElementsAre(Mixer::kDeltaRule, Mixer::kAttention, Mixer::kDeltaRule,
+                                    Mixer::kAttention, Mixer::kDeltaRule));
+  EXPECT_EQ(s.heads, 6);
+  EXPECT_EQ(s.key_heads, 2);
+  EXPECT_EQ(s.key_dim, 16);
+  EXPECT_EQ(s.value_dim, 16);
+  EXPECT_EQ(s.conv_taps, 4);
+  EXPECT_EQ(next.experts.num_experts, 8);
+  EXPECT_EQ(next.experts.shared_expert_intermediate_size, 48);
+  EXPECT_EQ(next.experts.score, RouteScore::kSoftmaxOfChosen);
+  const ModelConfig qwen35 = parse_gguf_config(linear_attention("qwen35"));
+  EXPECT_FALSE(qwen35.state.grouped_heads);
+  EXPECT_EQ(qwen35.experts.num_experts, 0);
+  EXPECT_EQ(qwen35.state.mixers, s.mixers);
+}
+
+TEST(GgufConfigTest, LayersOfLinearAttentionAndOfADraft) {
+  const std::vector<bool> folds = {false, true, true, false};
+  const ModelConfig config =
+      parse_gguf_config(linear_attention("qwen35", {{"block_count", number(4)},
+                                                    {"nextn_predict_layers", number(1)},
+                                                    {"attention.recurrent_layers", folds}}));
+  EXPECT_EQ(config.num_hidden_layers, 3);
+  EXPECT_EQ(config.num_nextn_predict_layers, 1);
+  EXPECT_THAT(config.state.mixers,
+              ElementsAre(Mixer::kAttention, Mixer::kDeltaRule, Mixer::kDeltaRule));
+}
+
+TEST(GgufConfigTest, RefusesOtherLinearAttention) {
+  const auto refused = [](const std::string& key, MetadataValue value, const std::string& words,
+                          ErrorCode code = ErrorCode::kInvalidModel) {
+    SCOPED_TRACE(key);
+    expect_error(code, words.c_str(),
+                 [&] { parse_gguf_config(linear_attention("qwen35", {{key, std::move(value)}})); });
+  };
+  for (const char* key : {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
+                          "ssm.time_step_rank", "ssm.inner_size"}) {
+    refused(key, kErase, key);
+    refused(key, number(0), key);
+    refused(key, number(-4), key);
+    refused(key, number(std::int64_t{1} << 40), key);
+  }
+  refused("ssm.group_count", number(4), "ssm.group_count");  // six heads
+  refused("ssm.inner_size", number(144), "ssm.inner_size");  // values wider than keys
+  refused("full_attention_interval", number(0), "full_attention_interval");
+  refused("attention.recurrent_layers", std::vector<bool>{true}, "recurrent_layers");
+  refused("attention.recurrent_layers", number(1), "recurrent_layers");
+  refused("nextn_predict_layers", number(5), "block_count");
+  refused("nextn_predict_layers", number(-1), "nextn_predict_layers");
+  refused("rope.dimension_count", number(7), "rope.dimension_count");
+  refused("rope.dimension_count", number(64), "rope.dimension_count", ErrorCode::kUnsupported);
+  refused("attention.sliding_window", number(64), "sliding_window", ErrorCode::kUnsupported);
 }
 
 TEST(GgufConfigTest, TheTokensGiveTheVocabulary) {

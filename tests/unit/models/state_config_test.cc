@@ -72,7 +72,8 @@ TEST(StateConfigTest, Qwen35) {
   EXPECT_EQ(s.key_dim, 128);
   EXPECT_EQ(s.value_dim, 128);
   EXPECT_EQ(s.conv_taps, 4);
-  EXPECT_FALSE(s.fused_projections || s.conv_bias);
+  EXPECT_TRUE(s.grouped_heads);
+  EXPECT_FALSE(s.conv_bias);
 
   const ModelConfig other =
       parse(kQwen35, R"({"linear_num_value_heads": 6, "linear_num_key_heads": 3, "head_dim": 32,
@@ -90,7 +91,6 @@ TEST(StateConfigTest, Qwen35) {
 
 TEST(StateConfigTest, Qwen3Next) {
   const ModelConfig config = parse(kQwen3Next);
-  EXPECT_TRUE(config.state.fused_projections);
   EXPECT_EQ(config.state.mixers, parse(kQwen35).state.mixers);
   EXPECT_EQ(config.experts.num_experts, 8);
   EXPECT_EQ(config.experts.shared_expert_intermediate_size, 24);

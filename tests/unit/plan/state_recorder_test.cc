@@ -70,6 +70,7 @@ struct Ops {
             .a_log = tables.heads,
             .dt_bias = tables.heads,
             .key_heads = kKeyHeads,
+            .group = kHeads / kKeyHeads,
             .eps = 1e-6F,
             .state = {0},
             .out = mixed};
@@ -142,6 +143,8 @@ TEST(StateRecorder, DeltaRule) {
   no([](DeltaRuleOp& op, auto&) { op.key_heads = 0; });
   no([](DeltaRuleOp& op, auto&) { op.key_heads = 4; });
   no([](DeltaRuleOp& op, auto&) { op.key_heads = 2; });  // divides, but the widths say three
+  no([](DeltaRuleOp& op, auto&) { op.group = 0; });
+  no([](DeltaRuleOp& op, auto&) { op.group = kHeads; });  // one group is none for two of the keys
   no([](DeltaRuleOp& op, auto&) { op.eps = 0; });
 }
 
@@ -187,8 +190,9 @@ TEST(StateRecorder, ThePlanNamesTheState) {
       plan_text(ops.recorder.finish(), ops.tables.weights, {{}, ops.tables.states});
   EXPECT_THAT(text, HasSubstr("short_conv %convolved, state.0 <- %projected  weight=conv taps=4 "
                               "bias=conv_bias act=silu"));
-  EXPECT_THAT(text, HasSubstr("delta_rule %mixed, state.0 <- %convolved, %decay, %beta  heads=6/3 "
-                              "dim=5x7"));
+  EXPECT_THAT(
+      text, HasSubstr("delta_rule %mixed, state.0 <- %convolved, %decay, %beta  heads=6/3 group=2 "
+                      "dim=5x7"));
   EXPECT_THAT(text, HasSubstr("gated_norm %mixed <- %mixed, %gate  norm=group_norm"));
 }
 

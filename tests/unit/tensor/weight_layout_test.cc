@@ -1,10 +1,13 @@
-// Rows that are taken out of a larger tensor.
+// Rows that are taken out of a larger tensor, and vectors that files keep in another form.
 #include "tensor/weight_layout.h"
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <numeric>
+
+#include "expect_error.h"
 
 namespace pianola {
 namespace {
@@ -52,6 +55,30 @@ TEST(GatherRows, OfAVectorARowIsAnElement) {
     decl.slices.push_back({.begin = j, .group = 1, .stride = 3, .count = 4});
   }
   EXPECT_EQ(gathered(decl, source), (std::vector<float>{0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11}));
+}
+
+// The decay of a head: GGUF files hold -e^x of what Hugging Face files hold.
+TEST(ReadVector, TakesLogarithmsBack) {
+  WeightDecl decl{.name = "layers.0.linear.a_log", .source = "blk.0.ssm_a"};
+  decl.role = WeightRole::kVector;
+  decl.cols = 4;
+  decl.negative_exponentials = true;
+  const auto read = [&decl](const std::vector<float>& source) {
+    std::vector<float> values(source.size());
+    read_vector(decl, reinterpret_cast<const std::byte*>(source.data()), values.data());
+    return values;
+  };
+  const std::vector<float> logs = {-3.5F, 0, 0.25F, 2.75F};
+  std::vector<float> source;
+  for (const float x : logs) source.push_back(-std::exp(x));
+  const std::vector<float> values = read(source);
+  for (std::size_t i = 0; i < logs.size(); ++i) EXPECT_NEAR(values[i], logs[i], 0x1p-20);
+  source[1] = -0.0F;  // no decay at all
+  EXPECT_EQ(std::exp(read(source)[1]), 0);
+  for (const float no : {1.0F, std::nanf("")}) {
+    source[2] = no;
+    expect_error(ErrorCode::kInvalidModel, "'blk.0.ssm_a': element 2", [&] { read(source); });
+  }
 }
 
 // A row of a block format is whole blocks.

@@ -106,9 +106,11 @@ TEST_P(OracleTest, DetokenizerIsDecode) {
 INSTANTIATE_TEST_SUITE_P(Vocabularies, OracleTest,
                          ::testing::Values(std::pair("smollm2", false), std::pair("gpt-2", false),
                                            std::pair("llama-bpe", false), std::pair("qwen2", false),
+                                           std::pair("qwen35", false),
                                            std::pair("llama-spm", false),
                                            std::pair("smollm2", true), std::pair("gpt-2", true),
                                            std::pair("llama-bpe", true), std::pair("qwen2", true),
+                                           std::pair("qwen35", true), std::pair("gpt-4o", true),
                                            std::pair("llama-spm", true),
                                            std::pair("llama-spm-metaspace", true)),
                          [](const auto& param) {
@@ -145,11 +147,19 @@ TEST_P(LlamaCppPairs, InpGivesOut) {
                           std::istream_iterator<TokenId>());
   }
   ASSERT_GT(texts.size(), 40U);
+  ASSERT_EQ(texts.size(), expected.size());
+  // transformers composes letter and accent before it splits words, llama.cpp does not.
+  constexpr char kLeadOfAccents = '\xCC';  // U+0300 to U+033F in UTF-8
+  for (std::size_t i = texts.size(); i-- > 0;) {
+    if (texts[i].find(kLeadOfAccents) == std::string::npos) continue;
+    texts.erase(texts.begin() + static_cast<std::ptrdiff_t>(i));
+    expected.erase(expected.begin() + static_cast<std::ptrdiff_t>(i));
+  }
   expect_same(*gguf_tokenizer(GetParam()), texts, expected, {.add_special = false});
 }
 
 INSTANTIATE_TEST_SUITE_P(Vocabularies, LlamaCppPairs,
-                         ::testing::Values("gpt-2", "llama-bpe", "llama-spm", "qwen2"),
+                         ::testing::Values("gpt-2", "llama-bpe", "llama-spm", "qwen2", "qwen35"),
                          [](const auto& param) {
                            std::string name = param.param;
                            std::erase(name, '-');

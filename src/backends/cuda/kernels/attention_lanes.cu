@@ -87,8 +87,9 @@ bool launch_lanes(const AttentionArgs& args, const HeadsArgs& heads, int first, 
   if (!kernel) return false;
   LanesParams params = plan<kDim>(args, heads, first, tokens, kernel);
   const auto rows = static_cast<int>(cache_rows(cache));
-  params.maps = {.keys = boxes_of(cache.keys, rows, kDim * 2, kTileRows, kBoxBytes),
-                 .values = boxes_of(cache.values, rows, kDim * 2, kTileRows, kBoxBytes)};
+  params.maps = {
+      .keys = boxes_of(cache.keys, rows, kDim * 2, kTileRows, kBoxBytes, tile_boxes(kDim)),
+      .values = boxes_of(cache.values, rows, kDim * 2, kTileRows, kBoxBytes, tile_boxes(kDim))};
   launch_grid(launch, "attend", kernel,
               grid_of(tokens * cache.kv_heads, params.p.log_cluster, shared_bytes<kDim>(params)),
               params);

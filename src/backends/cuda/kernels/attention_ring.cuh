@@ -82,14 +82,12 @@ class TileRing {
     const int lane = thread_index() & 31;
     const std::uint32_t barrier = barriers_ + 8 * stage;
     if (lane == 0) expect_bytes(barrier, stage_bytes(kDim));
-    if (lane < 2 * kBoxes) {
-      copy_box(keys(stage) + lane * kTileBytes, box_map(), box_x(), row, barrier);
-    }
+    if (lane < 2) copy_boxes(lane == 0 ? keys(stage) : values(stage), map(), 0, row, barrier);
   }
   // A tile further on to the second-level cache.
   __device__ __forceinline__ void fetch() {
     const int row = next_row(beyond_);
-    if (row >= 0 && (thread_index() & 31) < 2 * kBoxes) fetch_box(box_map(), box_x(), row);
+    if (row >= 0 && (thread_index() & 31) < 2) fetch_boxes(map(), 0, row);
   }
 
   // The stage of the next tile, once the tile is there.
@@ -140,11 +138,10 @@ class TileRing {
     return rank < item_.ranks ? span_.first() + rank : item_.blocks;
   }
 
-  // The box of a tile that this lane asks for.
-  __device__ __forceinline__ const CUtensorMap* box_map() const {
-    return (thread_index() & 31) < kBoxes ? &maps_.keys : &maps_.values;
+  // What this lane asks for, of the first two.
+  __device__ __forceinline__ const CUtensorMap* map() const {
+    return (thread_index() & 31) == 0 ? &maps_.keys : &maps_.values;
   }
-  static __device__ __forceinline__ int box_x() { return thread_index() % kBoxes * kBoxBytes; }
 
   const RingMaps& maps_;
   const Item& item_;

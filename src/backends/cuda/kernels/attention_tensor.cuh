@@ -168,7 +168,9 @@ struct TensorItem {
   __device__ __forceinline__ void fetch(int block, const T* of, int dim) const {
     if (block >= item.blocks) return;
     const int bytes = min(item.end - tile_base(block), 16) * dim * static_cast<int>(sizeof(T));
-    if (bytes > 0 && (thread_index() & 31) == 0) fetch_bulk(of + tile_row(block) * dim, bytes);
+    const auto* tile = reinterpret_cast<const char*>(of + tile_row(block) * dim);
+#pragma unroll 1
+    for (int i = (thread_index() & 31) * 128; i < bytes; i += 32 * 128) prefetch(tile + i);
   }
   // What load_keys() left out: positions of the span from fresh.low on.
   __device__ __forceinline__ bool left_out(int position) const {

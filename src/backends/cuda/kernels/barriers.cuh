@@ -47,7 +47,8 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, 
     patience.look(what, number);
   }
 }
-// The same for what the copy engine brings.
+// The same for what the copy engine brings, for a warp as one: tensor cores that several warps use
+// together take no waiting that lanes leave one by one.
 __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
   Patience patience;
   std::uint32_t done = 0;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
         : "=r"(done)
         : "r"(at), "r"(parity)
         : "memory");
-    if (done != 0 || patience.over()) return;
+    if (__all_sync(kAllLanes, done != 0) || patience.over()) return;
     patience.look("a copy", 0);
   }
 }
@@ -72,24 +73,20 @@ inline constexpr int kBoxAlign = 1024;  // of the pattern
 // four chunks of two rows, meets every bank once.
 __device__ __forceinline__ constexpr int box_row(int g) { return g / 2 + g % 2 * 4; }
 
-// A box of a matrix (boxes_of() in launch.h) from byte x of row y on.
-__device__ __forceinline__ void copy_box(std::uint32_t to, const void* map, int x, int y,
-                                         std::uint32_t barrier) {
+// Boxes of a matrix (boxes_of() in launch.h), the first of them box x of row y.
+__device__ __forceinline__ void copy_boxes(std::uint32_t to, const void* map, int x, int y,
+                                           std::uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(0), "r"(y), "r"(x), "r"(barrier)
       : "memory");
 }
 
-// A multiple of 16 bytes to the second-level cache.
-__device__ __forceinline__ void fetch_bulk(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-// A box to the same.
-__device__ __forceinline__ void fetch_box(const void* map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x),
-               "r"(y)
+// Boxes to the second-level cache.
+__device__ __forceinline__ void fetch_boxes(const void* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0),
+               "r"(y), "r"(x)
                : "memory");
 }
 

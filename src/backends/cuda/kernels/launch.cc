@@ -63,16 +63,20 @@ int clusters_of(const char* name, const void* kernel, const Grid& grid) {
   return clusters;
 }
 
-CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes) {
+CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes,
+                     int side_by_side) {
   static const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(
       driver_function("cuTensorMapEncodeTiled", 12000));
-  const cuuint64_t size[2] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(row_bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_bytes), static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t step[2] = {1, 1};
+  const cuuint64_t size[3] = {static_cast<cuuint64_t>(box_bytes), static_cast<cuuint64_t>(rows),
+                              static_cast<cuuint64_t>(row_bytes / box_bytes)};
+  const cuuint64_t stride[2] = {static_cast<cuuint64_t>(row_bytes),
+                                static_cast<cuuint64_t>(box_bytes)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes), static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(side_by_side)};
+  const cuuint32_t step[3] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), size, stride, box,
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(matrix), size, stride, box,
              step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(result == CUDA_SUCCESS, "a matrix that the copy engine does not take");

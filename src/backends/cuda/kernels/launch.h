@@ -43,9 +43,11 @@ int clusters_at_once(const char* name, void (*kernel)(Params...), const Grid& gr
   return clusters_of(name, reinterpret_cast<const void*>(kernel), grid);
 }
 
-// How the copy engine cuts boxes of box_rows x box_bytes out of a matrix of rows of bytes, and lays
-// them out in its pattern of 128 bytes. What lies beyond the matrix reads as 0.
-CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes);
+// How the copy engine cuts boxes of box_rows x box_bytes out of a matrix of rows of bytes, so many
+// side by side at a time, and lays them out one behind the other, each in its pattern of 128 bytes.
+// A row is a multiple of box_bytes; what lies beyond the matrix reads as 0.
+CUtensorMap boxes_of(const void* matrix, int rows, int row_bytes, int box_rows, int box_bytes,
+                     int side_by_side);
 
 template <typename... Params, typename... Args>
 void launch_grid(const Launch& launch, const char* name, void (*kernel)(Params...),

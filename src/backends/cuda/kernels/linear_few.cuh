@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
     }
     if (mine.out && live > 0) {
       store_output(p, mine, partial + warp * kTiles * kTileRows, p.slices, kTiles * kTileRows,
-                   scale, held_residual);
+                   kTileRows, scale, held_residual);
     }
     if (turn + 1 < turns) {
       mine = find_output<kTiles>(p, unit_begin + (turn + 1) * units_at_once, unit_end, lane);

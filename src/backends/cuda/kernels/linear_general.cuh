@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kGroups* kTiles <= 8 ? 2 : 1)
           scale = __ldcg(p.inverse_rms + at.token);
         }
       }
-      store_output(p, at, sums, p.slices, kTokens * kTiles * kTileRows, scale,
+      store_output(p, at, sums, p.slices, kTokens * kTiles * kTileRows, kTileRows, scale,
                    first ? held_residual : load_residual(at));
     }
     if (turn + 1 < turns) {

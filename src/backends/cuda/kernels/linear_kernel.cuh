@@ -14,8 +14,6 @@ namespace pianola::cuda::products {
 // Staged activations of one block, so that the next kernel's block fits beside it.
 inline constexpr int kMostStagedBytes = 80 * 1024;
 
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 template <Codes codes, Scales scales, int kGroups, int kTiles, int kDepth, bool kStaged>
 void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
   p.slice_steps = ceil_div(ceil_div(p.steps, p.slices), kDepth) * kDepth;
@@ -45,14 +43,15 @@ bool launch_few_tokens(const Params& shape, const Launch& launch) {
   p.share = p.units / launch.sms;
   p.extra = p.units % launch.sms;
   p.turns = ceil_div(p.share + (p.extra > 0 ? 1 : 0), p.gated ? kTiles / 2 : kTiles);
-  p.stages = std::min(p.cols > 4096 ? kMostStages - 1 : kMostStages,
-                      p.turns * p.slice_steps / kStageSteps);
+  const int stages = p.tokens > kFewTokens ? 2 : p.cols > 4096 ? kMostStages - 1 : kMostStages;
+  p.stages = std::min(stages, p.turns * p.slice_steps / kStageSteps);
   const int least = std::min(p.stages, p.tokens == 1 ? 1 : 2);
   const auto bytes = [&] { return M::bytes(p.stages, p.cols, p.tokens); };
   while (p.stages >= least && bytes() > kMostSharedBytes) --p.stages;
   if (p.stages < least) return false;  // rows too long
   for (int i = 0; i < p.parts; ++i) {
-    params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
+    params.map[i] =
+        boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, kStageBoxes);
   }
   launch_kernel(launch, "linear of few tokens", one_kernel<codes, kTiles, kQuads, kTokens>,
                 dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads), bytes(), params);
@@ -62,6 +61,9 @@ bool launch_few_tokens(const Params& shape, const Launch& launch) {
 template <Codes codes>
 bool launch_few_tokens(const Params& p, const Launch& launch) {
   const int quads = p.cols / 128 / kWarps;
+  if (p.tokens > kFewTokens) {
+    return quads <= 2 && launch_few_tokens<codes, 2, kFewTokensOfShortRows>(p, launch);
+  }
   if (p.tokens > 1) {
     return quads <= 2 ? launch_few_tokens<codes, 2, kFewTokens>(p, launch)
                       : launch_few_tokens<codes, 4, kFewTokens>(p, launch);
@@ -88,22 +90,17 @@ bool launch_few(const Params& p, const Launch& launch) {
   return true;
 }
 
-// Shared memory of rows_kernel. Staged activations: more are converted in pieces, again for each
-// pass. Its ring: so many bytes on their way keep memory busy. Sums of a turn: few turns, as thread
-// blocks meet in each.
-inline constexpr int kMostRowsBytes = 128 * 1024;
-inline constexpr int kRowsRingBytes = 96 * 1024;
-inline constexpr int kRowsPartialBytes = 40 * 1024;
+// Staged activations of rows_kernel: more are converted in pieces, again for each pass.
+inline constexpr int kMostRowsBytes = 136 * 1024;
 
 // Whether rows_kernel took the launch.
-template <Codes codes, int kGroups, int kTiles>
-bool launch_rows(const Params& shape, const Launch& launch) {
-  using Stage = RowsStage<kTiles>;
-  auto* kernel = rows_kernel<codes, kGroups, kTiles>;
+template <typename Math>
+bool launch_rows_of(const Params& shape, const Launch& launch) {
+  auto* kernel = rows_kernel<Math>;
   OneParams params = {.map = {}, .p = shape};
   Params& p = params.p;
   Grid grid = {.blocks = dim3(kRowsCluster),
-               .threads = dim3(kThreads),
+               .threads = dim3(kRowsThreads),
                .shared_bytes = kMostSharedBytes,
                .cluster = kRowsCluster};
   static const int clusters = clusters_at_once("linear of tokens", kernel, grid);
@@ -112,30 +109,35 @@ bool launch_rows(const Params& shape, const Launch& launch) {
   p.share = p.units / clusters;
   p.extra = p.units % clusters;
   const int unit_tiles = p.gated ? 2 : 1;
-  const int groups = ceil_div(p.tokens, 8);
-  const int tile_bytes = kRowsCluster * 8 * groups * kTileRows * static_cast<int>(sizeof(float));
-  const int most_units =
-      std::max(kTiles, kRowsPartialBytes / tile_bytes / kTiles * kTiles) / unit_tiles;
   const int most = p.share + (p.extra > 0 ? 1 : 0);
-  p.turns = ceil_div(most, kWarps * most_units);
-  p.warp_units = ceil_div(most, kWarps * p.turns);
+  const auto fits = [&](int units) {
+    // Whole passes, as a warp without a tile waits for the others.
+    const int tiles = ceil_div(ceil_div(units, kWarps) * unit_tiles, kRowsTiles) * kRowsTiles;
+    return tiles <= kRowsTiles ||
+           kRowsCluster * tiles * Math::kTileFloats * 4 <= Math::kPartialBytes;
+  };
+  p.turns = 1;
+  while (!fits(ceil_div(most, p.turns))) ++p.turns;
+  p.turn_units = ceil_div(most, p.turns);
+  p.turns = ceil_div(most, p.turn_units);
+  p.warp_units = ceil_div(p.turn_units, kWarps);
   p.warp_tiles = p.warp_units * unit_tiles;
   // A piece is whole quads of a warp and whole stages.
-  const int least = std::max(128 / Step<codes>::kCols, Stage::kSteps);
-  const int step_bytes = Step<codes>::kProducts * groups * 32 * static_cast<int>(sizeof(uint4));
+  const int least = std::max(128 / Step<Math::kCodes>::kCols, kRowsStageSteps);
   int pieces = 1;
-  while (p.slice_steps % pieces != 0 || p.slice_steps / pieces * step_bytes > kMostRowsBytes) {
+  while (p.slice_steps % pieces != 0 ||
+         Math::staged_bytes(p.slice_steps / pieces) > kMostRowsBytes) {
     ++pieces;
   }
   p.piece_steps = p.slice_steps / pieces;
   if (p.piece_steps % least != 0) return false;
-  p.stages = std::min(kRowsRingBytes / (kWarps * Stage::kBytes),
-                      p.turns * ceil_div(p.warp_tiles, kTiles) * p.slice_steps / Stage::kSteps);
-  const auto shared = [&] { return rows_shared_bytes(p, Step<codes>::kProducts, Stage::kBytes); };
-  while (shared() > kMostSharedBytes) --p.stages;
+  p.stages = Math::kRingBytes / (kWarps * kRowsStageBytes);
+  const auto shared = [&] { return RowsWork<Math>::shared_bytes(p); };
+  while (p.stages > 0 && shared() > kMostSharedBytes) --p.stages;
   if (p.stages < 1) return false;
   for (int i = 0; i < p.parts; ++i) {
-    params.map[i] = boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes);
+    params.map[i] =
+        boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, kRowsBoxes);
   }
   grid.blocks = dim3(static_cast<unsigned>(clusters * kRowsCluster));
   grid.shared_bytes = shared();
@@ -145,17 +147,10 @@ bool launch_rows(const Params& shape, const Launch& launch) {
 
 template <Codes codes>
 bool launch_rows(const Params& p, const Launch& launch) {
-  constexpr bool kOften = codes == Codes::kBF16;  // others have fewer kernels
-  if (p.tokens > 32) {
-    // Where a warp has tiles for it, more of them at a time need activations less often.
-    if constexpr (kOften) {
-      if (p.units * (p.gated ? 2 : 1) > 8 * launch.sms) return launch_rows<codes, 8, 4>(p, launch);
-    }
-    return launch_rows<codes, 8, 2>(p, launch);
-  }
-  if (p.tokens > 16) return launch_rows<codes, 4, kOften ? 4 : 2>(p, launch);
-  if (p.tokens > 8) return launch_rows<codes, 2, 2>(p, launch);
-  return launch_rows<codes, 1, 2>(p, launch);
+  if (p.tokens > 32) return launch_rows_of<RowsMath<codes, 8>>(p, launch);
+  if (p.tokens > 16) return launch_rows_of<RowsMath<codes, 4>>(p, launch);
+  if (p.tokens > 8) return launch_rows_of<RowsMath<codes, 2>>(p, launch);
+  return launch_rows_of<RowsMath<codes, 1>>(p, launch);
 }
 
 inline Params make_params(const LinearArgs& args) {
@@ -210,7 +205,7 @@ void launch_form(Params& p, const Launch& launch) {
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;
   const bool staged = p.tokens <= 8 && staged_bytes <= kMostStagedBytes;
   if constexpr (kPlain) {
-    if (streams && p.tokens <= kFewTokens && launch_few_tokens<codes>(p, launch)) return;
+    if (streams && p.tokens <= kFewTokensOfShortRows && launch_few_tokens<codes>(p, launch)) return;
     if (streams && launch_rows<codes>(p, launch)) return;
   } else {
     if (launch_few<codes, scales>(p, launch)) return;

@@ -17,6 +17,7 @@ namespace pianola::cuda::products {
 inline constexpr int kOneBlocksPerSm = 3;
 // More tokens are rows_kernel's: here every thread block converts the activations whole.
 inline constexpr int kFewTokens = 4;
+inline constexpr int kFewTokensOfShortRows = 8;  // of at most 2,048 columns
 
 // Weights come through a ring of stages, each 256 bytes of every row of the tiles of a warp, in
 // boxes that the copy engine cuts out of the matrix: no thread computes an address for each row,
@@ -83,9 +84,9 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? kOneBlocksPerSm : 2)
   }
   __syncwarp();
 
-  // Loading runs ahead of computing, by the stages of the ring and across turns. A lane a box.
+  // Loading runs ahead of computing, by the stages of the ring and across turns. A lane a tile.
   const int pieces = p.slice_steps / kStageSteps;
-  const CUtensorMap* map = nullptr;  // of this lane's box, or null
+  const CUtensorMap* map = nullptr;  // of this lane's tile, or null
   int box_x = 0;
   int box_y = 0;
   int load_turn = 0;
@@ -96,21 +97,21 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? kOneBlocksPerSm : 2)
     const int units = max(0, min(units_at_once, unit_end - unit));
     turn_bytes = units * (p.gated ? 2 : 1) * kStageBoxes * M::kTileBytes;
     map = nullptr;
-    if (lane >= kTiles * kStageBoxes) return;
-    const Tile tile = tile_of(p, unit, unit_end, lane / kStageBoxes);
+    if (lane >= kTiles) return;
+    const Tile tile = tile_of(p, unit, unit_end, lane);
     if (tile.part < 0) return;
     map = params.map + tile.part;
-    box_x = warp * p.slice_steps * 64 + lane % kStageBoxes * kBoxBytes;
+    box_x = warp * p.slice_steps * 64 / kBoxBytes;
     box_y = tile.row;
   };
-  const std::uint32_t box_at = shared_address(ring) + lane * M::kTileBytes;
+  const std::uint32_t tile_at = shared_address(ring) + lane * (kStageBoxes * M::kTileBytes);
   const auto load_stage = [&](int stage) {
     if (load_turn >= p.turns) return;
     const std::uint32_t barrier = full + 8 * stage;
     if (lane == 0) expect_bytes(barrier, turn_bytes);
     if (map) {
-      copy_box(box_at + stage * M::kStageBytes, map, box_x, box_y, barrier);
-      box_x += kStageBoxes * kBoxBytes;
+      copy_boxes(tile_at + stage * M::kStageBytes, map, box_x, box_y, barrier);
+      box_x += kStageBoxes;
     }
     if (--pieces_to_load == 0) {
       pieces_to_load = pieces;
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? kOneBlocksPerSm : 2)
       scale = rsqrtf(sum / static_cast<float>(p.cols) + p.eps);
     }
     if (mine.out && mine.token < live) {
-      store_output(p, mine, partial, kWarps, M::kSlice, scale, held_residual);
+      store_output(p, mine, partial, kWarps, M::kSlice, kTileRows, scale, held_residual);
     }
     if (turn + 1 < p.turns) {
       mine = find_output<kTiles>(p, unit_begin + (turn + 1) * units_at_once, unit_end, result);

@@ -19,6 +19,8 @@ inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kTileRows = 8;
 
+__host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // How many slices the columns of a row of so many loads are cut into. The columns alone decide, and
 // with them the order of summation, which every route shares.
 inline int slices_of(int steps) { return steps >= 8 ? 8 : steps >= 4 ? 4 : steps >= 2 ? 2 : 1; }
@@ -96,8 +98,9 @@ struct Params {
   int extra = 0;
   int turns = 0;
   int stages = 0;  // of the rings of weights
-  // Of rows_kernel: units of a warp in a turn, and the tiles that they are; steps of a slice whose
-  // activations are in shared memory at a time.
+  // Of rows_kernel: units of a cluster in a turn; the most of them that a group of warps has, and
+  // the tiles that they are; steps of a slice whose activations are in shared memory at a time.
+  int turn_units = 0;
   int warp_units = 0;
   int warp_tiles = 0;
   int piece_steps = 0;
@@ -415,11 +418,13 @@ __device__ __forceinline__ Output find_output(const Params& p, int unit, int end
   return at;
 }
 
-// Slices, which lie `stride` floats apart, are added and stored.
+// Slices, which lie `stride` floats apart, are added and stored; an up tile's sums lie tile_floats
+// behind the gate's.
 __device__ __forceinline__ void store_output(const Params& p, const Output& at, const float* sums,
-                                             int slices, int stride, float scale, float residual) {
+                                             int slices, int stride, int tile_floats, float scale,
+                                             float residual) {
   const auto total = [&](int which) {
-    const float* first = sums + at.sum + which * kTileRows;
+    const float* first = sums + at.sum + which * tile_floats;
     return __fmul_rn(scale, add_slices(slices, [&](int s) { return first[s * stride]; }));
   };
   float y = total(0);

@@ -34,7 +34,8 @@ struct FoldArgs {
   int key_at = 0;
   int query_at = 0;
   int value_at = 0;
-  int key_heads = 1;               // that share out the heads
+  int key_heads = 1;  // head h has those of h / group % key_heads
+  int group = 1;
   const float* rate = nullptr;     // [tokens, heads]: decay, or dt
   const float* beta = nullptr;     // [tokens, heads], of the delta rule
   const float* a_log = nullptr;    // [heads]

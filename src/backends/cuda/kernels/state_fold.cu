@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kKeepWarps * 32)
   const Positions at = find_positions(p.state, tokens);
   const int key_dim = view.spec.key_dim;
   const int value_dim = view.spec.value_dim;
-  const int shared = head / (view.spec.heads / p.key_heads) * key_dim;
+  const int shared = head / p.group % p.key_heads * key_dim;
   wait_for_previous();
   if (at.first < 0) return;
   for (int t = tokens.begin + static_cast<int>(threadIdx.x) / 32 * 32; t < tokens.end;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_raw(const FoldArgs& p, const Head& h, int s
   const float* beta = nullptr;
   if (step >= 0) {
     const float* row = p.in + static_cast<std::size_t>(step) * p.in_width;
-    const int shared = h.head / (p.view.spec.heads / p.key_heads) * key_dim;
+    const int shared = h.head / p.group % p.key_heads * key_dim;
     key = row + p.key_at + shared;
     query = row + p.query_at + shared;
     value = row + p.value_at + static_cast<std::size_t>(h.head) * value_dim;
