@@ -14,8 +14,9 @@
 
 namespace pianola::cuda {
 
-// Thread blocks that a multiprocessor is given, at most. It has registers for one more: then two
+// Thread blocks that a multiprocessor is given, at most. It has registers for some more: then two
 // start beside a kernel of products.
+inline constexpr int kSpareBlocks = 1;
 __host__ __device__ constexpr int lanes_blocks(int dim) { return dim == 64 ? 3 : 2; }
 
 struct LanesParams {
@@ -275,7 +276,7 @@ __device__ __noinline__ void attend_fresh(const DecodeParams& p, Tables tables, 
 }
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
-__global__ void __launch_bounds__(kItemThreads, lanes_blocks(kDim) + 1)
+__global__ void __launch_bounds__(kItemThreads, lanes_blocks(kDim) + kSpareBlocks)
     attend_lanes(const __grid_constant__ LanesParams params) {
   extern __shared__ __align__(16) unsigned char shared[];
   __builtin_assume(threadIdx.x < kItemThreads);

@@ -86,6 +86,7 @@ class TileRing {
   }
   // A tile further on to the second-level cache.
   __device__ __forceinline__ void fetch() {
+    if constexpr (kFetched == 0) return;
     const int row = next_row(beyond_);
     if (row >= 0 && (thread_index() & 31) < 2) fetch_boxes(map(), 0, row);
   }
@@ -120,7 +121,7 @@ class TileRing {
   }
 
  private:
-  static constexpr int kFetched = 4;  // tiles
+  static constexpr int kFetched = 4;  // tiles behind the ring
 
   // Where the next tile of a walk begins that the token attends to, or -1: there is none. `block`
   // is that of the walk, which is Walk's, a block at a time.
