@@ -271,8 +271,9 @@ __device__ __noinline__ void attend_fresh(const DecodeParams& p, Tables tables, 
                                           Fresh fresh, unsigned char* shared) {
   const ItemMemory<T> memory(p, shared);
   const Span<kPlain> span(p.attention.cache, item.end);
-  TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain>(p, item, fresh, memory, span)
-      .run(tables, [&] { wait_for_item(item); });
+  ExactItem<T, kDim, kPlain>(p, item, fresh, memory, span).run(tables, [&] {
+    wait_for_item(item);
+  });
 }
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
