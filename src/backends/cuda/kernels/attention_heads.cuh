@@ -25,12 +25,16 @@ __device__ __forceinline__ const float* keep(const float* address) {
   return reinterpret_cast<const float*>(high << 32 | low);
 }
 
+// Of heads of kDim.
+template <typename T, int kDim, bool kPlain>
+using ExactItem = TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain>;
+
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
-struct HeadsItem : TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain> {
+struct HeadsItem : ExactItem<T, kDim, kPlain> {
   static constexpr int kKeySteps = kDim / 32;
   static constexpr int kValueSteps = kDim / 64;
   static constexpr int kTiles = tiles_of(kDim);
-  using Base = TensorItem<T, kKeySteps, kValueSteps, true, kTiles, kPlain>;
+  using Base = ExactItem<T, kDim, kPlain>;
   using Part = float[kKeySteps][8];         // dims 32 s + 8 j + 0..7 of a head
   using ValuePart = float[kValueSteps][8];  // dims 64 s + 8 r + 0..7
   using Base::item;

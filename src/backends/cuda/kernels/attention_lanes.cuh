@@ -14,8 +14,9 @@
 
 namespace pianola::cuda {
 
-// Thread blocks that a multiprocessor is given, at most. It has registers for one more: then two
+// Thread blocks that a multiprocessor is given, at most. It has registers for some more: then two
 // start beside a kernel of products.
+inline constexpr int kSpareBlocks = 1;
 __host__ __device__ constexpr int lanes_blocks(int dim) { return dim == 64 ? 3 : 2; }
 
 struct LanesParams {
@@ -270,12 +271,13 @@ __device__ __noinline__ void attend_fresh(const DecodeParams& p, Tables tables, 
                                           Fresh fresh, unsigned char* shared) {
   const ItemMemory<T> memory(p, shared);
   const Span<kPlain> span(p.attention.cache, item.end);
-  TensorItem<T, kDim / 32, kDim / 64, true, tiles_of(kDim), kPlain>(p, item, fresh, memory, span)
-      .run(tables, [&] { wait_for_item(item); });
+  ExactItem<T, kDim, kPlain>(p, item, fresh, memory, span).run(tables, [&] {
+    wait_for_item(item);
+  });
 }
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
-__global__ void __launch_bounds__(kItemThreads, lanes_blocks(kDim) + 1)
+__global__ void __launch_bounds__(kItemThreads, lanes_blocks(kDim) + kSpareBlocks)
     attend_lanes(const __grid_constant__ LanesParams params) {
   extern __shared__ __align__(16) unsigned char shared[];
   __builtin_assume(threadIdx.x < kItemThreads);

@@ -15,10 +15,10 @@
 
 namespace pianola::cuda {
 
-// The item of this thread block.
-// It takes this much of shared memory from ItemMemory::k on.
+// They lie from ItemMemory::k on.
 static_assert(sizeof(HeadTables<64>) == one_extra_bytes(64));
 
+// The item of this thread block.
 template <int kDim, bool kPlain>
 __device__ __forceinline__ Item find_only_item(const DecodeParams& p) {
   const DecodeParams::StepTables& s = p.attention.state;

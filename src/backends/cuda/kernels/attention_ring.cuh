@@ -120,7 +120,7 @@ class TileRing {
   }
 
  private:
-  static constexpr int kFetched = 4;  // tiles
+  static constexpr int kFetched = 4;  // tiles behind the ring
 
   // Where the next tile of a walk begins that the token attends to, or -1: there is none. `block`
   // is that of the walk, which is Walk's, a block at a time.
