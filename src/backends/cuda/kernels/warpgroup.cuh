@@ -1,5 +1,6 @@
-// Products of a group of four warps on tensor cores (wgmma): d [64, N] += a [64, 16] b [16, N],
-// with a in registers, as in mma.sync of each warp's 16 rows, and b in shared memory.
+// Products of a group of four warps on tensor cores: d [64, N] += a [64, 16] b [16, N], with a in
+// registers, as in mma.sync of each warp's 16 rows, and b in shared memory. That is wgmma of
+// sm_90a; elsewhere each warp multiplies its rows by itself, with the same bits.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +9,24 @@
 
 namespace pianola::cuda {
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+inline constexpr bool kHasWarpgroups = true;
+#else
+inline constexpr bool kHasWarpgroups = false;
+#endif
+
 // Registers of a thread move between groups of four warps: some give, others take. Multiples of 8.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  if constexpr (kHasWarpgroups) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
 }
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  if constexpr (kHasWarpgroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
 }
 
 // What threads have written to shared memory is there for tensor cores, once they have met.
@@ -24,15 +35,17 @@ __device__ __forceinline__ void fence_shared() {
 }
 // Registers are ready.
 __device__ __forceinline__ void begin_products() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  if constexpr (kHasWarpgroups) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void end_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  if constexpr (kHasWarpgroups) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Until all but the last kPending groups of products are over.
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  if constexpr (kHasWarpgroups) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  }
 }
 
 // Describes b as it lies from `at` on: matrices of 8 columns x 8 terms, 16 bytes a column, those of
@@ -44,12 +57,33 @@ __device__ __forceinline__ std::uint64_t core_matrices(const void* at, int terms
          static_cast<std::uint64_t>(columns_bytes >> 4) << 32;
 }
 
+__device__ __forceinline__ std::uint32_t load_shared_word(std::uint32_t at) {
+  std::uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
+// The same of one warp's 16 rows, b's columns at the addresses of core_matrices().
+template <int kColumns>
+__device__ __forceinline__ void product_of_warp(float (&d)[kColumns / 8][4],
+                                                const std::uint32_t (&a)[4], std::uint64_t b) {
+  const auto part = [b](int bit) { return static_cast<std::uint32_t>(b >> bit & 0x3fff) << 4; };
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const std::uint32_t at = part(0) + lane / 4 * 16 + lane % 4 * 4;
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; ++n) {
+    mma_bf16(d[n], a, load_shared_word(at + n * part(32)),
+             load_shared_word(at + n * part(32) + part(16)));
+  }
+}
+
 // N = 16 kGroups; d as in mma.sync, eight columns at a time.
 template <int kGroups>
 __device__ __forceinline__ void product_of_group(float (&d)[2 * kGroups][4],
                                                  const std::uint32_t (&a)[4], std::uint64_t b) {
   static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8);
-  if constexpr (kGroups == 1) {
+  if constexpr (!kHasWarpgroups) {
+    product_of_warp<16 * kGroups>(d, a, b);
+  } else if constexpr (kGroups == 1) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
         "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
