@@ -165,7 +165,7 @@ TEST(GgufConfigTest, RefusesOtherLinearAttention) {
   const auto refused = [](const std::string& key, MetadataValue value, const std::string& words,
                           ErrorCode code = ErrorCode::kInvalidModel) {
     SCOPED_TRACE(key);
-    expect_error(code, words.c_str(),
+    expect_error(code, words,
                  [&] { parse_gguf_config(linear_attention("qwen35", {{key, std::move(value)}})); });
   };
   for (const char* key : {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
