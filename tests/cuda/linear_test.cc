@@ -183,6 +183,27 @@ TEST_P(LinearForms, ATokensBitsDoNotDependOnTheOthers) {
   }
 }
 
+// One token by a matrix that the thread blocks hold whole, for every shape of a block: columns,
+// tiles, blocks with one less, and a tile with rows to spare.
+TEST_P(LinearForms, SmallMatrixHeldWholeGivesTheSameBits) {
+  for (const int cols : {1024, 2048, 3072, 4096}) {
+    for (const int tiles : {1, 2, 3, 4, 5, 6, 7}) {
+      const int rows = 8 * (2 * tiles - (tiles > 1 ? 1 : 0)) - 3;
+      Product product({GetParam(), rows, cols}, 5, 7U + static_cast<unsigned>(rows + cols));
+      product.sms = 2;
+      for (const bool norm : {false, true}) {
+        const std::vector<float> all = product.run(0, 5, 5, norm);
+        EXPECT_LE(product.error(all, 0, norm), kTolerance);
+        const std::vector<float> one = product.run(4, 1, 1, norm, true);
+        EXPECT_EQ(std::memcmp(one.data(), all.data() + std::ptrdiff_t{4} * rows,
+                              one.size() * sizeof(float)),
+                  0)
+            << dtype_name(GetParam()) << " [" << rows << ", " << cols << "]";
+      }
+    }
+  }
+}
+
 // More rows than the thread blocks of a launch hold sums of at a time, also where some of them have
 // nothing left to do in the last turn.
 TEST(Linear, TurnsAfterTurnsGiveTheSameBits) {
@@ -219,47 +240,53 @@ TEST(Linear, SmallStepWithNothingLiveWritesNothing) {
   EXPECT_TRUE(product.run(0, 0, 4, true).empty());
 }
 
-TEST(Linear, SmallPartsShareALaunchAndGather) {
+void expect_parts(int tokens, bool gathers) {
   constexpr int kCols = 1024;
-  constexpr int kTokens = 5;
   const int rows[3] = {200, 40, 48};
   std::vector<Matrix> matrices;
   std::vector<DeviceArray<float>> outs;
   LinearArgs args;
   for (int i = 0; i < 3; ++i) {
     matrices.push_back(make_matrix(DType::kBF16, rows[i], kCols, 40U + static_cast<unsigned>(i)));
-    outs.emplace_back(static_cast<std::size_t>(rows[i] * kTokens));
+    outs.emplace_back(static_cast<std::size_t>(rows[i] * tokens));
     args.part[i] = {matrices.back().view, nullptr, outs.back().data(), rows[i]};
   }
   const std::vector<float> x = random_floats(16 * kCols, 7);
   const DeviceArray<float> x_device(x);
   const std::vector<std::int32_t> gather = {3, 15, 0, 7, 3};
   const DeviceArray<std::int32_t> gather_device(gather);
-  const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{kTokens});
+  const DeviceArray<std::int32_t> count(std::vector<std::int32_t>{tokens});
   args.parts = 3;
   args.in = x_device.data();
   args.in_ld = kCols;
   args.count = count.data();
-  args.gather = gather_device.data();
-  args.tokens = kTokens;
+  args.gather = gathers ? gather_device.data() : nullptr;
+  args.tokens = tokens;
   args.in_rows = 16;
-  const DeviceArray<std::byte> scratch(linear_scratch_bytes(kTokens, kCols));
+  const DeviceArray<std::byte> scratch(linear_scratch_bytes(tokens, kCols));
   args.scratch = scratch.data();
   linear(args, test_launch());
   for (std::size_t i = 0; i < 3; ++i) {
     const std::vector<float> y = outs[i].read();
-    for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < tokens; ++t) {
+      const int row = gathers ? gather[static_cast<std::size_t>(t)] : t;
       for (int r = 0; r < rows[i]; ++r) {
         double sum = 0;
         for (int c = 0; c < kCols; ++c) {
           sum += static_cast<double>(matrices[i].values[static_cast<std::size_t>(r * kCols + c)]) *
-                 x[static_cast<std::size_t>(gather[static_cast<std::size_t>(t)] * kCols + c)];
+                 x[static_cast<std::size_t>(row * kCols + c)];
         }
         ASSERT_NEAR(y[static_cast<std::size_t>(t * rows[i] + r)], sum, 2e-4)
             << i << " " << t << " " << r;
       }
     }
   }
+}
+
+TEST(Linear, SmallPartsShareALaunchAndGather) {
+  expect_parts(5, true);
+  expect_parts(1, true);
+  expect_parts(1, false);
 }
 
 void expect_gated(DType dtype, int tokens, int rows, int cols,
@@ -325,6 +352,9 @@ TEST(Linear, GatedIsTheActivationOfOneTimesTheOther) {
     }
   }
   for (const int tokens : {2, 4, 7, 20}) expect_gated(DType::kBF16, tokens, 9000, 1024);  // turns
+  // One token by what the thread blocks hold whole: one, two and three units each, and too many.
+  for (const int rows : {340, 2104, 3068, 9000}) expect_gated(DType::kBF16, 1, rows, 1024);
+  for (const int rows : {340, 1056}) expect_gated(DType::kBF16, 1, rows, 2048);
 }
 
 TEST(Linear, SmallGatedIsTheActivationOfOneTimesTheOther) {

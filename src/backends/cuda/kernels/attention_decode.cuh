@@ -14,8 +14,9 @@ namespace pianola::cuda {
 
 // The item of this team, a thread block, and whether it has anything to compute. Without a wait
 // only those leave that neither read nor write: a cluster's first thread block always waits, so
-// that no kernel behind this one can overtake the one before.
-template <bool kPlain, typename T>
+// that no kernel behind this one can overtake the one before. With kInStep all warps of a thread
+// block that goes on are behind the barrier's start.
+template <bool kPlain, bool kInStep = false, typename T>
 __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemory<T>& memory,
                                            Tables& tables, Item& item) {
   allow_next();
@@ -28,8 +29,7 @@ __device__ __forceinline__ bool begin_item(const DecodeParams& p, const ItemMemo
     if (item.position == -1) clear_item(p, item);
     return false;
   }
-  // Of these kernels racecheck takes the one lane's arrival for one of every warp.
-  if constexpr (!kFuses<T>) __syncthreads();
+  if constexpr (kInStep) __syncthreads();
   expect_parts(p, item, memory);
   if (threadIdx.x == 0) *memory.item = item;
   return true;
@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(kItemThreads, 2)
   const ItemMemory<T> memory(p, shared);
   Tables tables;
   Item item;
-  if (!begin_item<kPlain>(p, memory, tables, item)) return;
+  // Racecheck takes one lane's arrival for one of every warp where the compiler made it a condition
+  // of an instruction.
+  if (!begin_item<kPlain, true>(p, memory, tables, item)) return;
   const Span<kPlain> span(p.attention.cache, item.end);
   const Fresh fresh = kFuses<T> && p.fused ? find_fresh(tables, item, span) : Fresh();
   GeneralItem<T, N, kPlain>{p, item, fresh, memory, span}.run(tables, [&] { wait_for_item(item); });

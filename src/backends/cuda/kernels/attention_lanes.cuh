@@ -14,9 +14,7 @@
 
 namespace pianola::cuda {
 
-// Thread blocks that a multiprocessor is given, at most. It has registers for some more: then two
-// start beside a kernel of products.
-inline constexpr int kSpareBlocks = 1;
+// Thread blocks that a multiprocessor is given, at most.
 __host__ __device__ constexpr int lanes_blocks(int dim) { return dim == 64 ? 3 : 2; }
 
 struct LanesParams {
@@ -226,7 +224,6 @@ struct LanesItem : HeadsItem<T, kDim, kStyle, kPlain> {
     for (int u = 0; u < kTiles; ++u) {
       if (stage[u] < 0) continue;
       ring.load(stage[u]);
-      ring.fetch();
     }
     Base::rescale(best, most, total, sums);
 #pragma unroll
@@ -277,7 +274,7 @@ __device__ __noinline__ void attend_fresh(const DecodeParams& p, Tables tables, 
 }
 
 template <typename T, int kDim, RopeStyle kStyle, bool kPlain>
-__global__ void __launch_bounds__(kItemThreads, lanes_blocks(kDim) + kSpareBlocks)
+__global__ void __launch_bounds__(kItemThreads, lanes_blocks(kDim))
     attend_lanes(const __grid_constant__ LanesParams params) {
   extern __shared__ __align__(16) unsigned char shared[];
   __builtin_assume(threadIdx.x < kItemThreads);

@@ -71,23 +71,15 @@ class TileRing {
   __device__ __forceinline__ void fill() {
 #pragma unroll 1
     for (int stage = 0; stage < stages_; ++stage) load(stage);
-    beyond_ = ahead_;
-#pragma unroll 1
-    for (int i = 0; i < kFetched; ++i) fetch();
   }
   // The next tile of the walk to where `stage` has been read by all lanes.
   __device__ __forceinline__ void load(int stage) {
-    const int row = next_row(ahead_);
+    const int row = next_row();
     if (row < 0) return;
     const int lane = thread_index() & 31;
     const std::uint32_t barrier = barriers_ + 8 * stage;
     if (lane == 0) expect_bytes(barrier, stage_bytes(kDim));
     if (lane < 2) copy_boxes(lane == 0 ? keys(stage) : values(stage), map(), 0, row, barrier);
-  }
-  // A tile further on to the second-level cache.
-  __device__ __forceinline__ void fetch() {
-    const int row = next_row(beyond_);
-    if (row >= 0 && (thread_index() & 31) < 2) fetch_boxes(map(), 0, row);
   }
 
   // The stage of the next tile, once the tile is there.
@@ -120,15 +112,13 @@ class TileRing {
   }
 
  private:
-  static constexpr int kFetched = 4;  // tiles behind the ring
-
-  // Where the next tile of a walk begins that the token attends to, or -1: there is none. `block`
-  // is that of the walk, which is Walk's, a block at a time.
-  __device__ __forceinline__ int next_row(int& block) const {
-    while (block < item_.blocks && !wants(block)) block = behind(block);
-    if (block >= item_.blocks) return -1;
-    const int row = first_row_ + span_.place(block) * (cache_.kv_heads * kCacheBlock);
-    block = behind(block);
+  // Where the next tile begins that the token attends to, or -1: there is none. The walk is Walk's,
+  // a block at a time.
+  __device__ __forceinline__ int next_row() {
+    while (ahead_ < item_.blocks && !wants(ahead_)) ahead_ = behind(ahead_);
+    if (ahead_ >= item_.blocks) return -1;
+    const int row = first_row_ + span_.place(ahead_) * (cache_.kv_heads * kCacheBlock);
+    ahead_ = behind(ahead_);
     return row;
   }
   __device__ __forceinline__ int behind(int block) const {
@@ -152,7 +142,6 @@ class TileRing {
   int stages_;
   int first_row_;  // of this warp's tile of the slot's first block
   int ahead_;      // block of the next tile to ask for
-  int beyond_;     // of the next one to fetch
 };
 
 // Four 8 x 8 matrices of 16-bit elements, each transposed: lanes 8 m + 0..7 have the addresses of
@@ -162,14 +151,6 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&m)[4], std::uint
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(at)
                : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(std::uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
 }
 
 }  // namespace pianola::cuda

@@ -47,6 +47,18 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, 
     patience.look(what, number);
   }
 }
+// Whether it has, for all lanes of a warp.
+__device__ __forceinline__ bool copied(std::uint32_t at, unsigned parity) {
+  std::uint32_t done = 0;
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      " mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(at), "r"(parity)
+      : "memory");
+  return __all_sync(kAllLanes, done != 0) != 0;
+}
 // The same for what the copy engine brings, for a warp as one: tensor cores that several warps use
 // together take no waiting that lanes leave one by one.
 __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
@@ -63,6 +75,14 @@ __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
     if (__all_sync(kAllLanes, done != 0) || patience.over()) return;
     patience.look("a copy", 0);
   }
+}
+
+// A barrier of so many threads of a block, in number 1..15: some arrive and go on, others wait.
+__device__ __forceinline__ void arrive_named(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void wait_named(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // Boxes lie in shared memory as the copy engine's pattern of 128 bytes: chunk c of 16 bytes of row

@@ -13,6 +13,11 @@ void allow(const char* name, const void* kernel, const Grid& grid) {
                                static_cast<int>(grid.shared_bytes)),
           name);
   }
+  // A multiprocessor changes how much of its memory is shared only when it is empty: a kernel that
+  // asked for little would keep the next one's blocks from starting beside its own.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        name);
   if (grid.cluster > kClusterWithoutAsking) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
   }

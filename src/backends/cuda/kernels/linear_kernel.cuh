@@ -7,6 +7,7 @@
 #include "backends/cuda/kernels/linear_few.cuh"
 #include "backends/cuda/kernels/linear_general.cuh"
 #include "backends/cuda/kernels/linear_one.cuh"
+#include "backends/cuda/kernels/linear_resident.cuh"
 #include "backends/cuda/kernels/linear_rows.cuh"
 
 namespace pianola::cuda::products {
@@ -32,6 +33,64 @@ void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
 inline constexpr int kMostStages = 5;
 inline constexpr std::size_t kMostSharedBytes = 227 * 1024;
 
+// Weights of a block that resident_kernel takes, in boxes of a tile and 128 columns.
+inline constexpr int kMostResident = 6;
+// Shared memory of which a multiprocessor has not twice as much. Every other product of a layer
+// asks for that: blocks of one launch then do not share a multiprocessor while others have none,
+// for which the whole chain would wait, and the next product's still start beside them.
+inline constexpr std::size_t kMoreThanHalf = 114 * 1024;
+
+template <Codes codes, int kQuads, int kTiles>
+bool launch_resident(const Params& shape, const Launch& launch) {
+  if constexpr (kQuads * kTiles <= kMostResident) {
+    using R = Resident<codes, kQuads, kTiles>;
+    OneParams params = {.map = {}, .p = shape};
+    Params& p = params.p;
+    p.share = p.units / launch.sms;
+    p.extra = p.units % launch.sms;
+    for (int i = 0; i < p.parts; ++i) {
+      params.map[i] =
+          boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, R::kBoxes);
+    }
+    const std::size_t bytes = p.norm ? std::max(R::kBytes, kMoreThanHalf) : R::kBytes;
+    launch_kernel(launch, "linear of a token", resident_kernel<codes, kQuads, kTiles>,
+                  dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads), bytes, params);
+    return true;
+  } else {
+    return false;
+  }
+}
+// Whether resident_kernel took the launch.
+template <Codes codes, int kQuads>
+bool launch_resident(const Params& p, const Launch& launch) {
+  const int tiles = ceil_div(p.units, launch.sms) * (p.gated ? 2 : 1);
+  if (tiles <= 1) return launch_resident<codes, kQuads, 1>(p, launch);
+  if (tiles <= 2) return launch_resident<codes, kQuads, 2>(p, launch);
+  if (tiles <= 3) return launch_resident<codes, kQuads, 3>(p, launch);
+  if (tiles <= 4) return launch_resident<codes, kQuads, 4>(p, launch);
+  if (tiles <= 6) return launch_resident<codes, kQuads, 6>(p, launch);
+  return false;
+}
+template <Codes codes>
+bool launch_resident(const Params& p, const Launch& launch) {
+  if constexpr (Step<codes>::kCols == 32) {
+    if (p.tokens != 1 || p.gather) return false;
+    switch (p.cols) {
+      case 1024:
+        return launch_resident<codes, 1>(p, launch);
+      case 2048:
+        return launch_resident<codes, 2>(p, launch);
+      case 3072:
+        return launch_resident<codes, 3>(p, launch);
+      case 4096:
+        return launch_resident<codes, 4>(p, launch);
+      default:
+        return false;
+    }
+  }
+  return false;
+}
+
 // Whether one_kernel took the launch.
 template <Codes codes, int kQuads, int kTokens>
 bool launch_few_tokens(const Params& shape, const Launch& launch) {
@@ -54,7 +113,7 @@ bool launch_few_tokens(const Params& shape, const Launch& launch) {
         boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, kStageBoxes);
   }
   launch_kernel(launch, "linear of few tokens", one_kernel<codes, kTiles, kQuads, kTokens>,
-                dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads), bytes(), params);
+                dim3(static_cast<unsigned>(launch.sms)), dim3(M::kAllThreads), bytes(), params);
   return true;
 }
 
@@ -205,6 +264,7 @@ void launch_form(Params& p, const Launch& launch) {
   const int staged_bytes = p.steps * S::kCols * static_cast<int>(sizeof(float)) * p.tokens;
   const bool staged = p.tokens <= 8 && staged_bytes <= kMostStagedBytes;
   if constexpr (kPlain) {
+    if (streams && launch_resident<codes>(p, launch)) return;
     if (streams && p.tokens <= kFewTokensOfShortRows && launch_few_tokens<codes>(p, launch)) return;
     if (streams && launch_rows<codes>(p, launch)) return;
   } else {
