@@ -72,9 +72,10 @@ void read_special_ids(const Metadata& metadata, TokenizerData& data) {
   }
 }
 
-void read_surroundings(const Metadata& metadata, bool bos_default, TokenizerData& data) {
+void read_surroundings(const Metadata& metadata, bool bos_default, bool eos_default,
+                       TokenizerData& data) {
   const bool add_bos = metadata.find_bool(key("add_bos_token")).value_or(bos_default);
-  const bool add_eos = metadata.find_bool(key("add_eos_token")).value_or(false);
+  const bool add_eos = metadata.find_bool(key("add_eos_token")).value_or(eos_default);
   if (add_bos && !data.bos) {
     fail(ErrorCode::kInvalidModel, "tokenizer.ggml.bos_token_id: missing, and texts start with it");
   }
@@ -186,7 +187,7 @@ void build_byte_level(const Metadata& metadata, TokenizerData& data) {
   }
   data.bpe = Bpe(data.vocabulary, options);
   read_merges(metadata, data);
-  read_surroundings(metadata, data.pre == "llama-bpe", data);
+  read_surroundings(metadata, data.pre == "llama-bpe", false, data);
 }
 
 const std::vector<double>& read_scores(const Metadata& metadata, const Vocabulary& vocabulary) {
@@ -233,6 +234,26 @@ void set_sentencepiece_bytes(Vocabulary& vocabulary) {
   }
 }
 
+struct DefaultIds {
+  TokenId unk = 0;
+  std::optional<TokenId> bos = {};
+  TokenId eos = 0;
+};
+
+// For ids that the file does not speak of, where those tokens are control tokens.
+void set_defaults(const Metadata& metadata, const DefaultIds& defaults, TokenizerData& data) {
+  const auto set = [&](std::optional<TokenId>& id, TokenId value, const char* name) {
+    const bool usable = value < data.vocabulary.size() && data.vocabulary.is_control(value);
+    if (!id && usable && !metadata.contains(key(name))) id = value;
+  };
+  set(data.unk, defaults.unk, "unknown_token_id");
+  if (defaults.bos) set(data.bos, *defaults.bos, "bos_token_id");
+  if (!data.eos) {
+    set(data.eos, defaults.eos, "eos_token_id");
+    if (data.eos) data.eog.push_back(*data.eos);
+  }
+}
+
 void build_sentencepiece(const Metadata& metadata, TokenizerData& data) {
   Vocabulary& vocabulary = data.vocabulary;
   const std::vector<double>& scores = read_scores(metadata, vocabulary);
@@ -241,19 +262,10 @@ void build_sentencepiece(const Metadata& metadata, TokenizerData& data) {
   add_space_steps(metadata, data);
   set_sentencepiece_bytes(vocabulary);
   // SentencePiece's own defaults.
-  const auto by_default = [&](std::optional<TokenId>& id, TokenId value, const char* name) {
-    const bool usable = value < vocabulary.size() && vocabulary.is_control(value);
-    if (!id && usable && !metadata.contains(key(name))) id = value;
-  };
-  by_default(data.unk, 0, "unknown_token_id");
-  by_default(data.bos, 1, "bos_token_id");
-  if (!data.eos) {
-    by_default(data.eos, 2, "eos_token_id");
-    if (data.eos) data.eog.push_back(*data.eos);
-  }
+  set_defaults(metadata, {.unk = 0, .bos = 1, .eos = 2}, data);
   data.bpe = Bpe(vocabulary, {.byte_fallback = true, .unk = data.unk});
   add_score_merges(vocabulary, scores, data.bpe);
-  read_surroundings(metadata, data.bos.has_value(), data);
+  read_surroundings(metadata, data.bos.has_value(), false, data);
 }
 
 // The bytes of an array of numbers of one byte, signed or not.
@@ -287,6 +299,7 @@ void build_unigram(const Metadata& metadata, TokenizerData& data) {
   }
   add_space_steps(metadata, data);
   set_sentencepiece_bytes(vocabulary);
+  set_defaults(metadata, {.unk = 2, .eos = 1}, data);  // T5's
   if (!data.unk) {
     fail(ErrorCode::kInvalidModel, "tokenizer.ggml.unknown_token_id: missing in a unigram model");
   }
@@ -297,7 +310,7 @@ void build_unigram(const Metadata& metadata, TokenizerData& data) {
   data.unigram.emplace(vocabulary, scores,
                        UnigramOptions{.unk = *data.unk, .byte_fallback = has_bytes},
                        "tokenizer.ggml.tokens");
-  read_surroundings(metadata, false, data);
+  read_surroundings(metadata, false, data.eos.has_value(), data);
 }
 
 }  // namespace

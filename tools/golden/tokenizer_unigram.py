@@ -3,18 +3,22 @@
 
 Needs Python with `tokenizers`, `gguf`, `sentencepiece` and `protobuf`. SentencePiece trains small models on the
 corpus, with its own normalisation (a precompiled charsmap), with and without byte fallback; each is written as a
-tokenizer.json and as a GGUF file, with the ids that the `tokenizers` wheel and SentencePiece give.
+tokenizer.json, with the ids of the `tokenizers` wheel, and as a GGUF file, with the ids of the wheel's model for the
+text as SentencePiece normalises it. (SentencePiece adds scores in f32, the wheel and llama.cpp in f64: where spellings
+are worth the same they choose otherwise.)
 
     python tools/golden/tokenizer_unigram.py              # into $PIANOLA_CACHE/tokenizer-oracle
 """
 
 import base64
 import io
+import json
 import os
 
 import gguf
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as pb2
+from tokenizers import Tokenizer, models
 
 from tokenizer_corpus import corpus, hostile, source_code, translations, write_ids, write_texts
 from tokenizer_oracle import CACHE, CONTROL, UNKNOWN, sequence, write_oracle
@@ -124,14 +128,37 @@ def write_gguf(path, proto):
     writer.close()
 
 
+def vocabulary_without_control(proto):
+    """No text spells a control token: it has another name here."""
+    hidden = lambda i, piece: f"\x00{i}\x00" if piece.type in (UNKNOWN, CONTROL) else piece.piece
+    return [(hidden(i, piece), piece.score) for i, piece in enumerate(proto.pieces)]
+
+
+def write_plain(name, source, proto):
+    """Hostile texts as text."""
+    source["model"]["vocab"] = vocabulary_without_control(proto)
+    tokenizer = Tokenizer.from_str(json.dumps({**source, "added_tokens": [], "post_processor": None}))
+    specials = [token["content"] for token in source["added_tokens"]]
+    texts = hostile(specials[:24] + specials[-2:])  # as write_oracle() has them
+    write_ids(os.path.join(FOLDER, name + ".hostile.plain.ids"), [tokenizer.encode(text).ids for text in texts])
+
+
 def write_sentencepiece(name, proto, texts):
     processor = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
     path = lambda kind: os.path.join(FOLDER, f"{name}.{kind}")
     write_gguf(path("gguf"), proto)
-    write_ids(path("sentencepiece.ids"), processor.encode(texts))
+    model = models.Unigram(vocabulary_without_control(proto), 2, proto.trainer_spec.byte_fallback)
+    wheel = Tokenizer(model)
+
+    def encode(text):
+        if "<0x" in text:  # a byte token, which the wheel takes for text
+            return processor.encode(text)
+        return wheel.encode(processor.normalize(text)).ids
+
+    write_ids(path("sentencepiece.ids"), [encode(text) for text in texts])
     odd = hostile(["</s>", *EXTRA])
     write_texts(path("sentencepiece.texts"), odd)
-    write_ids(path("sentencepiece.odd.ids"), processor.encode(odd))
+    write_ids(path("sentencepiece.odd.ids"), [encode(text) for text in odd])
 
 
 def main():
@@ -145,7 +172,9 @@ def main():
         proto.normalizer_spec.remove_extra_whitespaces = False
         write_sentencepiece(name + "-spaces", proto, texts)
         for key, old in ((name, False), (name + "-old", True)):
-            print(f"{key}: {write_oracle(FOLDER, key, document(proto, old), texts)} ids")
+            source = document(proto, old)
+            print(f"{key}: {write_oracle(FOLDER, key, source, texts)} ids")
+            write_plain(key, source, proto)
 
 
 if __name__ == "__main__":

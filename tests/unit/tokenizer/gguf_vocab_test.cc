@@ -76,7 +76,7 @@ void expect_refused(const Entries& entries, ErrorCode code, const std::string& w
 TEST(GgufVocab, Refusals) {
   const ErrorCode kNo = ErrorCode::kUnsupported;
   const ErrorCode kBad = ErrorCode::kInvalidModel;
-  for (const char* model : {"no_vocab", "bert", "t5", "rwkv", "plamo2", "none"}) {
+  for (const char* model : {"no_vocab", "bert", "rwkv", "plamo2", "none"}) {
     expect_refused(with(byte_level(), "model", std::string(model)), kNo, model);
   }
   for (const char* pre : {"default", "deepseek-llm", "tekken", "llama4", ""}) {

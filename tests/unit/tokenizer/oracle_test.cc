@@ -75,6 +75,7 @@ TEST_P(OracleTest, HostileTextIsText) {
               {.add_special = false});
   for (const std::string& text : texts) {
     for (const TokenId id : tokenizer->encode(text, {.add_special = false})) {
+      if (id == tokenizer->unk_id()) continue;  // of a character that the vocabulary lacks
       ASSERT_FALSE(tokenizer->is_special(id)) << tokenizer->token_text(id) << " in " << text;
     }
   }
@@ -103,25 +104,22 @@ TEST_P(OracleTest, DetokenizerIsDecode) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Vocabularies, OracleTest,
-                         ::testing::Values(std::pair("smollm2", false), std::pair("gpt-2", false),
-                                           std::pair("llama-bpe", false), std::pair("qwen2", false),
-                                           std::pair("qwen35", false),
-                                           std::pair("llama-spm", false),
-                                           std::pair("smollm2", true), std::pair("gpt-2", true),
-                                           std::pair("llama-bpe", true), std::pair("qwen2", true),
-                                           std::pair("qwen35", true), std::pair("gpt-4o", true),
-                                           std::pair("llama-spm", true),
-                                           std::pair("llama-spm-metaspace", true),
-                                           std::pair("unigram", true),
-                                           std::pair("unigram-old", true),
-                                           std::pair("unigram-bytes", true),
-                                           std::pair("unigram-bytes-old", true)),
-                         [](const auto& param) {
-                           std::string name = param.param.first;
-                           std::erase(name, '-');
-                           return name + (param.param.second ? "_json" : "_gguf");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Vocabularies, OracleTest,
+    ::testing::Values(std::pair("smollm2", false), std::pair("gpt-2", false),
+                      std::pair("llama-bpe", false), std::pair("qwen2", false),
+                      std::pair("qwen35", false), std::pair("llama-spm", false),
+                      std::pair("smollm2", true), std::pair("gpt-2", true),
+                      std::pair("llama-bpe", true), std::pair("qwen2", true),
+                      std::pair("qwen35", true), std::pair("gpt-4o", true),
+                      std::pair("llama-spm", true), std::pair("llama-spm-metaspace", true),
+                      std::pair("unigram", true), std::pair("unigram-old", true),
+                      std::pair("unigram-bytes", true), std::pair("unigram-bytes-old", true)),
+    [](const auto& param) {
+      std::string name = param.param.first;
+      std::erase(name, '-');
+      return name + (param.param.second ? "_json" : "_gguf");
+    });
 
 TEST(SentencePieceOracle, Corpus) {
   PIANOLA_SKIP_WITHOUT(oracle_path("llama-spm.sentencepiece.ids"));
