@@ -1,6 +1,6 @@
 // Token by token against the reference: the `tokenizers` wheel and SentencePiece on a corpus of
-// many scripts and on hostile strings (tools/golden/tokenizer_oracle.py), and llama.cpp's own
-// pairs.
+// many scripts and on hostile strings (tools/golden/tokenizer_oracle.py,
+// tokenizer_unigram_oracle.py), and llama.cpp's own pairs.
 #include <algorithm>
 #include <sstream>
 

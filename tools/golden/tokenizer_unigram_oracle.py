@@ -7,13 +7,14 @@ tokenizer.json, with the ids of the `tokenizers` wheel, and as a GGUF file, with
 text as SentencePiece normalises it. (SentencePiece adds scores in f32, the wheel and llama.cpp in f64: where spellings
 are worth the same they choose otherwise.)
 
-    python tools/golden/tokenizer_unigram.py              # into $PIANOLA_CACHE/tokenizer-oracle
+    python tools/golden/tokenizer_unigram_oracle.py           # into $PIANOLA_CACHE/tokenizer-oracle
 """
 
 import base64
 import io
 import json
 import os
+import sys
 
 import gguf
 import sentencepiece
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer, models
 from tokenizer_corpus import corpus, hostile, source_code, translations, write_ids, write_texts
 from tokenizer_oracle import CACHE, CONTROL, UNKNOWN, sequence, write_oracle
 
+VERSION = "1"
 FOLDER = os.path.join(CACHE, "tokenizer-oracle")
 EXTRA = ["<extra_id_0>", "<extra_id_1>"]
 
@@ -163,7 +165,12 @@ def write_sentencepiece(name, proto, texts):
 
 def main():
     os.makedirs(FOLDER, exist_ok=True)
+    done = os.path.join(FOLDER, "unigram.version")
+    if os.path.exists(done) and open(done).read() == VERSION and "--force" not in sys.argv:
+        print(f"{done} is there already (--force makes all again)")
+        return
     texts = corpus()
+    write_texts(os.path.join(FOLDER, "corpus.texts"), texts)
     for name, byte_fallback in (("unigram", False), ("unigram-bytes", True)):
         proto = train(byte_fallback)
         print(f"{name}: {len(proto.pieces)} pieces")
@@ -175,6 +182,8 @@ def main():
             source = document(proto, old)
             print(f"{key}: {write_oracle(FOLDER, key, source, texts)} ids")
             write_plain(key, source, proto)
+    with open(done, "w") as out:
+        out.write(VERSION)
 
 
 if __name__ == "__main__":
