@@ -11,8 +11,9 @@
 //   std::cout << stream.flush();
 //
 // Text is bytes. Bytes that are not UTF-8 are kept: a byte-level vocabulary sees each invalid part
-// as one symbol character and encodes its bytes, a SentencePiece vocabulary encodes them as byte
-// tokens, so that decode(encode(text)) gives them back.
+// as one symbol character and encodes its bytes, a SentencePiece vocabulary with byte tokens
+// encodes them as those, so that decode(encode(text)) gives them back; one without has no more for
+// them than its unknown token.
 #pragma once
 
 #include <cstddef>
@@ -77,7 +78,8 @@ class Tokenizer {
   bool add_bos() const;
   bool add_eos() const;
 
-  // For people: "byte-level BPE" or "SentencePiece BPE", and the rule that splits text into words
+  // For people: "byte-level BPE", "SentencePiece BPE" or "SentencePiece unigram", and the rule that
+  // splits text into words
   // ("smollm", "gpt-2", "llama-bpe", "qwen2", or what a tokenizer.json lists).
   const std::string& kind() const;
   const std::string& pre() const;

@@ -52,8 +52,8 @@ std::shared_ptr<const Tokenizer> read_tokenizer(const Checkpoint& checkpoint) {
   return tokenizer_from_gguf(checkpoint.metadata());
 }
 
-// Of a model with an encoder, whose tokenizers are mostly unigram models, which nothing here reads:
-// it opens all the same, for token ids.
+// Of a model with an encoder: with a tokenizer of another kind it opens all the same, for token
+// ids.
 std::shared_ptr<const Tokenizer> read_tokenizer_if_known(const Checkpoint& checkpoint,
                                                          std::string& why_not) {
   try {

@@ -72,9 +72,10 @@ void read_special_ids(const Metadata& metadata, TokenizerData& data) {
   }
 }
 
-void read_surroundings(const Metadata& metadata, bool bos_default, TokenizerData& data) {
+void read_surroundings(const Metadata& metadata, bool bos_default, bool eos_default,
+                       TokenizerData& data) {
   const bool add_bos = metadata.find_bool(key("add_bos_token")).value_or(bos_default);
-  const bool add_eos = metadata.find_bool(key("add_eos_token")).value_or(false);
+  const bool add_eos = metadata.find_bool(key("add_eos_token")).value_or(eos_default);
   if (add_bos && !data.bos) {
     fail(ErrorCode::kInvalidModel, "tokenizer.ggml.bos_token_id: missing, and texts start with it");
   }
@@ -186,18 +187,19 @@ void build_byte_level(const Metadata& metadata, TokenizerData& data) {
   }
   data.bpe = Bpe(data.vocabulary, options);
   read_merges(metadata, data);
-  read_surroundings(metadata, data.pre == "llama-bpe", data);
+  read_surroundings(metadata, data.pre == "llama-bpe", false, data);
 }
 
-void build_sentencepiece(const Metadata& metadata, TokenizerData& data) {
-  Vocabulary& vocabulary = data.vocabulary;
+const std::vector<double>& read_scores(const Metadata& metadata, const Vocabulary& vocabulary) {
   const auto* scores = metadata.find_floats(key("scores"));
   if (!scores || scores->size() != static_cast<std::size_t>(vocabulary.size())) {
     fail(ErrorCode::kInvalidModel, "tokenizer.ggml.scores: {} entries for {} tokens",
          scores ? scores->size() : 0, vocabulary.size());
   }
-  data.kind = "SentencePiece BPE";
-  data.pre = "default";
+  return *scores;
+}
+
+void add_space_steps(const Metadata& metadata, TokenizerData& data) {
   const bool space_prefix = metadata.find_bool(key("add_space_prefix")).value_or(true);
   if (space_prefix) {
     data.normalizer.add({.kind = Normalizer::Step::Kind::kPrepend, .content = " "}, kPrefix);
@@ -205,6 +207,9 @@ void build_sentencepiece(const Metadata& metadata, TokenizerData& data) {
   }
   data.normalizer.add({.kind = Normalizer::Step::Kind::kReplace, .from = " ", .content = "▁"},
                       kPrefix);
+}
+
+void set_sentencepiece_bytes(Vocabulary& vocabulary) {
   for (TokenId id = 0; id < vocabulary.size(); ++id) {
     const std::string_view text = vocabulary.text(id);
     std::string bytes(text);
@@ -227,29 +232,95 @@ void build_sentencepiece(const Metadata& metadata, TokenizerData& data) {
     }
     vocabulary.set_bytes(id, std::move(bytes));
   }
-  // SentencePiece's own defaults.
-  const auto by_default = [&](std::optional<TokenId>& id, TokenId value, const char* name) {
-    const bool usable = value < vocabulary.size() && vocabulary.is_control(value);
+}
+
+struct DefaultIds {
+  TokenId unk = 0;
+  std::optional<TokenId> bos = {};
+  TokenId eos = 0;
+};
+
+// For ids that the file does not speak of, where those tokens are control tokens.
+void set_defaults(const Metadata& metadata, const DefaultIds& defaults, TokenizerData& data) {
+  const auto set = [&](std::optional<TokenId>& id, TokenId value, const char* name) {
+    const bool usable = value < data.vocabulary.size() && data.vocabulary.is_control(value);
     if (!id && usable && !metadata.contains(key(name))) id = value;
   };
-  by_default(data.unk, 0, "unknown_token_id");
-  by_default(data.bos, 1, "bos_token_id");
+  set(data.unk, defaults.unk, "unknown_token_id");
+  if (defaults.bos) set(data.bos, *defaults.bos, "bos_token_id");
   if (!data.eos) {
-    by_default(data.eos, 2, "eos_token_id");
+    set(data.eos, defaults.eos, "eos_token_id");
     if (data.eos) data.eog.push_back(*data.eos);
   }
+}
+
+void build_sentencepiece(const Metadata& metadata, TokenizerData& data) {
+  Vocabulary& vocabulary = data.vocabulary;
+  const std::vector<double>& scores = read_scores(metadata, vocabulary);
+  data.kind = "SentencePiece BPE";
+  data.pre = "default";
+  add_space_steps(metadata, data);
+  set_sentencepiece_bytes(vocabulary);
+  // SentencePiece's own defaults.
+  set_defaults(metadata, {.unk = 0, .bos = 1, .eos = 2}, data);
   data.bpe = Bpe(vocabulary, {.byte_fallback = true, .unk = data.unk});
-  add_score_merges(vocabulary, *scores, data.bpe);
-  read_surroundings(metadata, data.bos.has_value(), data);
+  add_score_merges(vocabulary, scores, data.bpe);
+  read_surroundings(metadata, data.bos.has_value(), false, data);
+}
+
+// The bytes of an array of numbers of one byte, signed or not.
+std::string read_bytes(const std::vector<std::int64_t>& numbers, const std::string& where) {
+  std::string bytes;
+  bytes.reserve(numbers.size());
+  for (const std::int64_t number : numbers) {
+    if (number < -128 || number > 255) {
+      fail(ErrorCode::kInvalidModel, "{}: {}, expected a byte", where, number);
+    }
+    bytes += static_cast<char>(number & 0xFF);
+  }
+  return bytes;
+}
+
+void build_unigram(const Metadata& metadata, TokenizerData& data) {
+  using Kind = Normalizer::Step::Kind;
+  Vocabulary& vocabulary = data.vocabulary;
+  const std::vector<double>& scores = read_scores(metadata, vocabulary);
+  data.kind = "SentencePiece unigram";
+  data.pre = "default";
+  const std::string map_key = key("precompiled_charsmap");
+  if (const auto* map = metadata.find_ints(map_key); map && !map->empty()) {
+    data.normalizer.add({.kind = Kind::kCharsmap,
+                         .charsmap = std::make_shared<const Charsmap>(
+                             read_bytes(*map, map_key), Charsmap::Matching::kLongest, map_key)},
+                        map_key);
+  }
+  if (metadata.find_bool(key("remove_extra_whitespaces")).value_or(true)) {
+    data.normalizer.add({Kind::kSqueezeSpaces}, kPrefix);
+  }
+  add_space_steps(metadata, data);
+  set_sentencepiece_bytes(vocabulary);
+  set_defaults(metadata, {.unk = 2, .eos = 1}, data);  // T5's
+  if (!data.unk) {
+    fail(ErrorCode::kInvalidModel, "tokenizer.ggml.unknown_token_id: missing in a unigram model");
+  }
+  bool has_bytes = false;
+  for (TokenId id = 0; id < vocabulary.size(); ++id) {
+    has_bytes = has_bytes || vocabulary.kind(id) == TokenKind::kByte;
+  }
+  data.unigram.emplace(vocabulary, scores,
+                       UnigramOptions{.unk = *data.unk, .byte_fallback = has_bytes},
+                       "tokenizer.ggml.tokens");
+  read_surroundings(metadata, false, data.eos.has_value(), data);
 }
 
 }  // namespace
 
 std::shared_ptr<const Tokenizer> tokenizer_from_gguf(const Metadata& metadata) {
   const std::string& model = metadata.get_string(key("model"));
-  if (model != "gpt2" && model != "llama") {
+  if (model != "gpt2" && model != "llama" && model != "t5") {
     fail(ErrorCode::kUnsupported,
-         "tokenizer.ggml.model: '{}', expected gpt2 (byte-level BPE) or llama (SentencePiece BPE)",
+         "tokenizer.ggml.model: '{}', expected gpt2 (byte-level BPE), llama (SentencePiece BPE) or "
+         "t5 (SentencePiece unigram)",
          model.substr(0, 80));
   }
   auto data = std::make_unique<TokenizerData>();
@@ -257,6 +328,8 @@ std::shared_ptr<const Tokenizer> tokenizer_from_gguf(const Metadata& metadata) {
   read_special_ids(metadata, *data);
   if (model == "gpt2") {
     build_byte_level(metadata, *data);
+  } else if (model == "t5") {
+    build_unigram(metadata, *data);
   } else {
     build_sentencepiece(metadata, *data);
   }

@@ -75,6 +75,47 @@ std::string nfc(std::string_view text) {
   return out;
 }
 
+std::string replace_space_runs(std::string_view text, std::string_view content) {
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const std::size_t spaces = std::min(text.find_first_not_of(' '), text.size());
+    const std::size_t end = std::min(text.find(' ', spaces), text.size());
+    out.append(spaces > 1 ? content : text.substr(0, spaces));
+    out.append(text.substr(spaces, end - spaces));
+    text.remove_prefix(end);
+  }
+  return out;
+}
+
+std::string_view strip_spaces(std::string_view text) {
+  text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
+  return text.substr(0, text.find_last_not_of(' ') + 1);
+}
+
+std::string_view strip_left(std::string_view text) {
+  while (!text.empty()) {
+    const Utf8Char c = decode_utf8(text);
+    if (!c.valid || (unicode::classes_of(c.code_point) & unicode::kSpace) == 0) break;
+    text.remove_prefix(static_cast<std::size_t>(c.length));
+  }
+  return text;
+}
+
+std::string_view strip_right(std::string_view text) {
+  while (!text.empty()) {
+    std::size_t begin = text.size() - 1;
+    while (begin > 0 && text.size() - begin < 4 && (text[begin] & 0xC0) == 0x80) --begin;
+    const Utf8Char c = decode_utf8(text.substr(begin));
+    if (!c.valid || begin + static_cast<std::size_t>(c.length) != text.size() ||
+        (unicode::classes_of(c.code_point) & unicode::kSpace) == 0) {
+      break;
+    }
+    text = text.substr(0, begin);
+  }
+  return text;
+}
+
 }  // namespace
 
 void Normalizer::add(Step step, std::string_view where) {
@@ -95,6 +136,16 @@ void Normalizer::add(Step step, std::string_view where) {
       growth_ *= std::max(
           1.0, static_cast<double>(step.content.size()) / static_cast<double>(step.from.size()));
       break;
+    case Step::Kind::kReplaceSpaces:
+      growth_ *= std::max(1.0, static_cast<double>(step.content.size()) / 2);
+      break;
+    case Step::Kind::kCharsmap:
+      PIANOLA_CHECK(step.charsmap != nullptr, "a charsmap step without a charsmap");
+      break;  // bounds what it makes of each text
+    case Step::Kind::kSqueezeSpaces:
+    case Step::Kind::kStripLeft:
+    case Step::Kind::kStripRight:
+      break;
   }
   if (growth_ > kMaxGrowth) {
     fail(ErrorCode::kInvalidModel, "{}: the steps can make a text {:.0f} times longer, at most {}",
@@ -114,12 +165,32 @@ std::string_view Normalizer::apply(std::string_view text, TextArena& arena) cons
         if (!is_ascii(text)) text = arena.emplace_back(nfc(text));
         break;
       case Step::Kind::kPrepend:
-        text = arena.emplace_back(std::string(step.content).append(text));
+        if (!text.empty()) text = arena.emplace_back(std::string(step.content).append(text));
         break;
       case Step::Kind::kReplace:
         if (text.find(step.from) != std::string_view::npos) {
           text = arena.emplace_back(replace_all(text, step.from, step.content));
         }
+        break;
+      case Step::Kind::kReplaceSpaces:
+        if (text.find("  ") != std::string_view::npos) {
+          text = arena.emplace_back(replace_space_runs(text, step.content));
+        }
+        break;
+      case Step::Kind::kSqueezeSpaces:
+        text = strip_spaces(text);
+        if (text.find("  ") != std::string_view::npos) {
+          text = arena.emplace_back(replace_space_runs(text, " "));
+        }
+        break;
+      case Step::Kind::kCharsmap:
+        text = arena.emplace_back(step.charsmap->apply(text));
+        break;
+      case Step::Kind::kStripLeft:
+        text = strip_left(text);
+        break;
+      case Step::Kind::kStripRight:
+        text = strip_right(text);
         break;
     }
   }

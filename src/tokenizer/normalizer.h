@@ -1,4 +1,5 @@
-// The normalisers a tokenizer.json may ask for: NFC, and literal Prepend and Replace, in sequence.
+// The normalisers of a vocabulary, in sequence: NFC, a precompiled charsmap, literal Prepend and
+// Replace, and what is done to spaces.
 //
 //   Normalizer normalizer;
 //   normalizer.add({Normalizer::Step::Kind::kNfc});
@@ -8,10 +9,12 @@
 // How much a text can grow is bounded when the steps are added. Invalid UTF-8 passes through.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "tokenizer/charsmap.h"
 #include "tokenizer/pretokenizer.h"
 
 namespace pianola {
@@ -19,10 +22,20 @@ namespace pianola {
 class Normalizer {
  public:
   struct Step {
-    enum class Kind { kNfc, kPrepend, kReplace };
+    enum class Kind {
+      kNfc,
+      kCharsmap,
+      kPrepend,  // not to an empty text
+      kReplace,
+      kReplaceSpaces,  // each run of two spaces or more, as a whole
+      kSqueezeSpaces,  // none at the ends, and one for a run of them
+      kStripLeft,      // white space, as Unicode has it
+      kStripRight,
+    };
     Kind kind = Kind::kNfc;
     std::string from = {};     // kReplace: not empty
-    std::string content = {};  // kPrepend, kReplace
+    std::string content = {};  // kPrepend, kReplace, kReplaceSpaces
+    std::shared_ptr<const Charsmap> charsmap = nullptr;
   };
 
   // Throws InvalidModel, naming `where`, for an empty pattern or when the steps together could make

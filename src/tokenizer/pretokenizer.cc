@@ -217,6 +217,15 @@ void split_digits(std::string_view text, bool runs, auto&& emit) {
   if (begin < text.size()) emit(text.substr(begin));
 }
 
+void split_whitespace(std::string_view text, auto&& emit) {
+  for (Scanner scan(text, 0); !scan.done();) {
+    scan.skip(kSpace);
+    const std::size_t begin = scan.at();
+    while (!scan.done() && !scan.is(kSpace)) scan.advance();
+    if (scan.at() > begin) emit(text.substr(begin, scan.at() - begin));
+  }
+}
+
 void split_literal(std::string_view text, std::string_view literal, PreStep::Behaviour behaviour,
                    auto&& emit) {
   using Behaviour = PreStep::Behaviour;
@@ -301,6 +310,8 @@ void PreTokenizer::run(std::size_t index, std::string_view text, bool at_text_st
       return split_digits(text, false, next);
     case PreStep::Kind::kDigitRuns:
       return split_digits(text, true, next);
+    case PreStep::Kind::kWhitespace:
+      return split_whitespace(text, next);
     case PreStep::Kind::kLiteral:
       return split_literal(text, step.literal, step.behaviour, next);
     case PreStep::Kind::kSpacePrefix:

@@ -30,6 +30,7 @@ struct PreStep {
     kPattern,      // words of `pattern`
     kDigits,       // every numeric character on its own
     kDigitRuns,    // runs of numeric characters on their own
+    kWhitespace,   // at white space, which is dropped
     kLiteral,      // split at `literal` as `behaviour` says
     kMetaspace,    // spaces become `literal`, one is put in front as `prepend` says
     kSpacePrefix,  // a space in front unless there is one

@@ -34,7 +34,7 @@ class Encoder final : public WordSink {
 
   void word(std::string_view text) override {
     constexpr std::size_t kMaxCached = 64;
-    if (text.size() > kMaxCached) return data_.bpe.encode_word(text, scratch_, out_);
+    if (text.size() > kMaxCached) return encode_word(text);
     const std::uint64_t hash = hash_bytes(text, salt_);
     Entry& entry = cache_[static_cast<std::size_t>(hash) & (cache_.size() - 1)];
     if (entry.word == text) {
@@ -46,7 +46,7 @@ class Encoder final : public WordSink {
       return;
     }
     const std::size_t first = out_.size();
-    data_.bpe.encode_word(text, scratch_, out_);
+    encode_word(text);
     entry = {text, first, out_.size() - first};
   }
 
@@ -56,6 +56,14 @@ class Encoder final : public WordSink {
     std::size_t first = 0;
     std::size_t count = 0;
   };
+
+  void encode_word(std::string_view text) {
+    if (data_.unigram) {
+      data_.unigram->encode_word(text, unigram_scratch_, out_);
+    } else {
+      data_.bpe.encode_word(text, bpe_scratch_, out_);
+    }
+  }
 
   void encode_text(std::string_view piece, bool at_text_start, bool parse_special) {
     const std::string_view text = data_.normalizer.apply(piece, arena_);
@@ -73,7 +81,8 @@ class Encoder final : public WordSink {
   const TokenizerData& data_;
   std::vector<TokenId>& out_;
   TextArena arena_;
-  Bpe::Scratch scratch_;
+  Bpe::Scratch bpe_scratch_;
+  Unigram::Scratch unigram_scratch_;
   std::vector<Entry> cache_;
   std::uint64_t salt_ = hash_salt();
 };

@@ -10,6 +10,7 @@
 #include "tokenizer/bpe.h"
 #include "tokenizer/normalizer.h"
 #include "tokenizer/pretokenizer.h"
+#include "tokenizer/unigram.h"
 #include "tokenizer/vocabulary.h"
 
 namespace pianola {
@@ -28,6 +29,7 @@ struct TokenizerData {
   Normalizer normalizer;
   PreTokenizer pre_tokenizer;
   Bpe bpe;
+  std::optional<Unigram> unigram;  // instead of `bpe`
 
   // Around a text, with add_special.
   std::vector<TokenId> prefix;

@@ -20,7 +20,8 @@ struct BoundsHandler {
   static constexpr std::size_t max_string_size = static_cast<std::size_t>(-1);
   // Real files stay below two million values.
   static constexpr std::size_t kMaxValues = 3'000'000;
-  static constexpr std::size_t kMaxString = std::size_t{1} << 16;
+  // Precompiled charsmaps in base64 have about 320 KB.
+  static constexpr std::size_t kMaxString = std::size_t{1} << 19;
 
   std::size_t values = 0;
   std::string problem;
@@ -113,27 +114,62 @@ void set_token(Vocabulary& vocabulary, TokenId id, std::string_view text, TokenK
   vocabulary.set(id, text, kind);
 }
 
-// The model's vocabulary and the added tokens, in one table.
-void read_vocabulary(const JsonObject& model, const std::vector<AddedToken>& added,
-                     TokenizerData& data) {
+struct VocabEntry {
+  std::string_view text;
+  TokenId id = 0;
+};
+
+// {"token": id}
+std::vector<VocabEntry> read_bpe_vocab(const JsonObject& model) {
   const JsonObject vocab = model.get_object("vocab");
-  std::int64_t size = 0;
+  std::vector<VocabEntry> entries;
+  entries.reserve(vocab.object().size());
   for (const auto& entry : vocab.object()) {
     const std::string_view text(entry.key().data(), entry.key().size());
     check_token_text(text, vocab.path());
-    size = std::max<std::int64_t>(size,
-                                  read_id(entry.value(), vocab.field_path(text.substr(0, 80))) + 1);
+    entries.push_back({text, read_id(entry.value(), vocab.field_path(text.substr(0, 80)))});
   }
+  return entries;
+}
+
+// [["piece", score]], in the order of ids.
+std::vector<VocabEntry> read_unigram_vocab(const JsonObject& model, std::vector<double>& scores) {
+  const json::array* vocab = model.find_array("vocab");
+  const std::string where = model.field_path("vocab");
+  if (!vocab) fail(ErrorCode::kInvalidModel, "{} is missing", where);
+  if (vocab->size() > static_cast<std::size_t>(kMaxVocabulary)) {
+    fail(ErrorCode::kInvalidModel, "{}: {} tokens, at most {}", where, vocab->size(),
+         kMaxVocabulary);
+  }
+  std::vector<VocabEntry> entries;
+  entries.reserve(vocab->size());
+  for (const json::value& value : *vocab) {
+    const json::array* pair = value.if_array();
+    if (!pair || pair->size() != 2 || !(*pair)[0].is_string() || !(*pair)[1].is_number()) {
+      fail(ErrorCode::kInvalidModel, "{}[{}]: expected a piece and its score", where,
+           entries.size());
+    }
+    const std::string_view text = view((*pair)[0].get_string());
+    check_token_text(text, where);
+    entries.push_back({text, static_cast<TokenId>(entries.size())});
+    scores.push_back((*pair)[1].to_number<double>());
+  }
+  return entries;
+}
+
+// The model's vocabulary and the added tokens, in one table.
+void set_vocabulary(const std::vector<VocabEntry>& entries, const std::vector<AddedToken>& added,
+                    const std::string& where, TokenizerData& data) {
+  std::int64_t size = 0;
+  for (const VocabEntry& entry : entries) size = std::max<std::int64_t>(size, entry.id + 1);
   for (const AddedToken& token : added) size = std::max<std::int64_t>(size, token.id + 1);
-  const auto named = static_cast<std::int64_t>(vocab.object().size() + added.size());
+  const auto named = static_cast<std::int64_t>(entries.size() + added.size());
   if (size == 0 || size > 2 * named + 65536) {
-    fail(ErrorCode::kInvalidModel, "{}: {} tokens with ids up to {}", vocab.path(), named,
-         size - 1);
+    fail(ErrorCode::kInvalidModel, "{}: {} tokens with ids up to {}", where, named, size - 1);
   }
   data.vocabulary.resize(static_cast<std::int32_t>(size));
-  for (const auto& entry : vocab.object()) {
-    set_token(data.vocabulary, static_cast<TokenId>(entry.value().get_int64()),
-              {entry.key().data(), entry.key().size()}, TokenKind::kNormal, vocab.path());
+  for (const VocabEntry& entry : entries) {
+    set_token(data.vocabulary, entry.id, entry.text, TokenKind::kNormal, where);
   }
   data.vocabulary.build_index();
   for (const AddedToken& token : added) {
@@ -204,7 +240,7 @@ void read_merges(const JsonObject& model, TokenizerData& data) {
   }
 }
 
-void read_model(const JsonObject& model, bool byte_level, TokenizerData& data) {
+void read_bpe(const JsonObject& model, bool byte_level, TokenizerData& data) {
   for (const char* name : {"continuing_subword_prefix", "end_of_word_suffix"}) {
     if (!model.find_string(name).value_or("").empty()) {
       fail(ErrorCode::kUnsupported, "{} is not supported", model.field_path(name));
@@ -232,6 +268,44 @@ void read_model(const JsonObject& model, bool byte_level, TokenizerData& data) {
   }
   data.bpe = Bpe(data.vocabulary, options);
   read_merges(model, data);
+}
+
+void read_unigram(const JsonObject& model, const std::vector<double>& scores, TokenizerData& data) {
+  const std::string where = model.field_path("unk_id");
+  const json::value* unk = model.find("unk_id");
+  // The reference fails at the first unknown character of a text.
+  if (!unk || unk->is_null()) {
+    fail(ErrorCode::kUnsupported, "{}: a unigram model without an unknown token is not supported",
+         where);
+  }
+  const TokenId id = read_id(*unk, where);
+  if (static_cast<std::size_t>(id) >= scores.size()) {
+    fail(ErrorCode::kInvalidModel, "{}: id {} of {} tokens", where, id, scores.size());
+  }
+  data.unk = id;
+  data.vocabulary.set_kind(id, TokenKind::kUnknown);
+  const bool byte_fallback = model.find_bool("byte_fallback").value_or(false);
+  data.unigram.emplace(data.vocabulary, scores,
+                       UnigramOptions{.unk = id, .byte_fallback = byte_fallback},
+                       model.field_path("vocab"));
+}
+
+void read_model(const JsonObject& model, const std::string& type, bool byte_level,
+                const std::vector<AddedToken>& added, TokenizerData& data) {
+  const std::string where = model.field_path("vocab");
+  if (type == "BPE") {
+    data.kind = byte_level ? "byte-level BPE" : "SentencePiece BPE";
+    set_vocabulary(read_bpe_vocab(model), added, where, data);
+    return read_bpe(model, byte_level, data);
+  }
+  if (byte_level) {
+    fail(ErrorCode::kUnsupported, "{}: a unigram model together with ByteLevel is not supported",
+         model.path());
+  }
+  data.kind = "SentencePiece unigram";
+  std::vector<double> scores;
+  set_vocabulary(read_unigram_vocab(model, scores), added, where, data);
+  read_unigram(model, scores, data);
 }
 
 void read_template(const JsonObject& step, TokenizerData& data) {
@@ -318,17 +392,15 @@ std::unique_ptr<TokenizerData> read_tokenizer_json(std::string_view text, std::s
   // Files written before 2020 have no type: merges tell.
   const std::string type =
       model.find_string("type").value_or(model.find("merges") ? "BPE" : "(missing)");
-  if (type != "BPE") {
-    fail(ErrorCode::kUnsupported, "{}: model '{}' is not supported, expected BPE", root.path(),
-         type.substr(0, 80));
+  if (type != "BPE" && type != "Unigram") {
+    fail(ErrorCode::kUnsupported, "{}: model '{}' is not supported, expected BPE or Unigram",
+         root.path(), type.substr(0, 80));
   }
   auto data = std::make_unique<TokenizerData>();
   read_normalizer(root, *data);
   const bool byte_level = read_pre_tokenizer(root, *data);
-  data->kind = byte_level ? "byte-level BPE" : "SentencePiece BPE";
   std::vector<AddedToken> added = read_added_tokens(root);
-  read_vocabulary(model, added, *data);
-  read_model(model, byte_level, *data);
+  read_model(model, type, byte_level, added, *data);
   read_decoder(root, byte_level, *data);
   add_added_tokens(std::move(added), *data);
   if (const auto post = root.find_object("post_processor")) read_post_processor(*post, *data);

@@ -3,8 +3,9 @@
 //   auto tokenizer = tokenizer_from_folder("SmolLM2-135M-Instruct");
 //   auto bare = tokenizer_from_json(text, "tokenizer.json");    // no tokenizer_config.json
 //
-// BPE models, byte-level and SentencePiece-style. Whatever the file asks for that is not done
-// exactly as the reference does it is Unsupported, by name; what is malformed is InvalidModel.
+// BPE models, byte-level and SentencePiece-style, and unigram models. Whatever the file asks for
+// that is not done exactly as the reference does it is Unsupported, by name; what is malformed is
+// InvalidModel.
 #pragma once
 
 #include <filesystem>

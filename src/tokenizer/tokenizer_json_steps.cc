@@ -32,6 +32,23 @@ std::string literal_pattern(const JsonObject& step) {
   return pattern.get_string("String");
 }
 
+// Replace takes a string, and of regular expressions that which joins spaces.
+Normalizer::Step read_replace(const JsonObject& step) {
+  using Kind = Normalizer::Step::Kind;
+  std::string content = step.get_string("content");
+  if (step.get_object("pattern").find_string("Regex") == " {2,}") {
+    return {.kind = Kind::kReplaceSpaces, .content = std::move(content)};
+  }
+  return {.kind = Kind::kReplace, .from = literal_pattern(step), .content = std::move(content)};
+}
+
+std::shared_ptr<const Charsmap> read_charsmap(const JsonObject& step) {
+  const std::string where = step.field_path("precompiled_charsmap");
+  return std::make_shared<const Charsmap>(
+      decode_base64(step.get_string("precompiled_charsmap"), where), Charsmap::Matching::kGrapheme,
+      where);
+}
+
 struct MetaspaceSettings {
   std::string replacement;
   PreStep::Prepend prepend = PreStep::Prepend::kAlways;
@@ -173,10 +190,16 @@ void read_normalizer(const JsonObject& root, TokenizerData& data) {
       data.normalizer.add({.kind = Kind::kPrepend, .content = step.get_string("prepend")},
                           step.path());
     } else if (type == "Replace") {
-      data.normalizer.add({.kind = Kind::kReplace,
-                           .from = literal_pattern(step),
-                           .content = step.get_string("content")},
-                          step.path());
+      data.normalizer.add(read_replace(step), step.path());
+    } else if (type == "Precompiled") {
+      data.normalizer.add({.kind = Kind::kCharsmap, .charsmap = read_charsmap(step)}, step.path());
+    } else if (type == "Strip") {
+      if (step.find_bool("strip_left").value_or(true)) {
+        data.normalizer.add({Kind::kStripLeft}, step.path());
+      }
+      if (step.find_bool("strip_right").value_or(true)) {
+        data.normalizer.add({Kind::kStripRight}, step.path());
+      }
     } else {
       refuse(step, "normalizer", type);
     }
@@ -209,6 +232,8 @@ bool read_pre_tokenizer(const JsonObject& root, TokenizerData& data) {
     } else if (type == "Split") {
       const PreStep split = read_split(step);
       add(split, split.kind == PreStep::Kind::kPattern ? pattern_name(split.pattern) : "split");
+    } else if (type == "WhitespaceSplit") {
+      add({.kind = PreStep::Kind::kWhitespace}, "whitespace");
     } else if (type == "Metaspace") {
       const MetaspaceSettings settings = read_metaspace(step);
       const bool split = step.find_bool("split").value_or(true);

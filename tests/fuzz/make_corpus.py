@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Makes the seed files under tests/fuzz/corpus/{gguf,safetensors}: small files that reach the deep
+"""Makes the seed files under tests/fuzz/corpus/{gguf,safetensors,tokenizer_json}: small files that reach the deep
 parts of each reader. Deterministic; standard library only.
 
     python tests/fuzz/make_corpus.py
 """
 
+import base64
 import json
 import struct
 from pathlib import Path
@@ -41,6 +42,26 @@ def write(folder, name, data):
     path.write_bytes(data)
 
 
+def unigram():
+    """A unigram model behind a charsmap whose only key, A, becomes b."""
+    units = [0] * 66
+    units[ord("A")] = 1 << 10 | 1 << 8 | ord("A")
+    units[ord("A") ^ 1] = 1 << 31
+    charsmap = struct.pack("<I66I", 4 * len(units), *units) + b"b\0"
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    vocab = [["<pad>", 0], ["<unk>", 0], ["\u2581", -2.5], ["a", -3], ["b", -3.5], ["ab", -5], ["<0xFF>", -9]]
+    return json.dumps({
+        "added_tokens": [{"id": 0, "content": "<pad>", "special": True}],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()},
+            {"type": "Strip", "strip_left": True, "strip_right": True}, spaces]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
+        "decoder": metaspace,
+        "model": {"type": "Unigram", "unk_id": 1, "byte_fallback": True, "vocab": vocab},
+    }).encode()
+
+
 def main():
     numbers = [key("u8", U8, b"\1"), key("i8", I8, b"\xff"), key("u16", U16, b"\1\2"),
                key("i16", I16, b"\1\2"), key("u32", U32, b"\1\0\0\0"), key("i32", I32, b"\1\0\0\0"),
@@ -74,6 +95,7 @@ def main():
          "z": entry("U8", [0, 3], 20, 20), "i": entry("I8", [3], 20, 23)}, 23))
     write("safetensors", "index", json.dumps(
         {"metadata": {"total_size": 8}, "weight_map": {"a": "x-1.safetensors"}}).encode())
+    write("tokenizer_json", "unigram", unigram())
 
 
 if __name__ == "__main__":

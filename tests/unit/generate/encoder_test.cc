@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
+#include "base/utf8.h"
 #include "expect_error.h"
 #include "models/golden.h"
 #include "pianola/generator.h"
@@ -95,14 +97,60 @@ INSTANTIATE_TEST_SUITE_P(Cases, EncoderAnswers, testing::Values("gated", "relu")
 // A tokenizer that nothing here reads is no reason not to take token ids.
 TEST(EncoderTokenizer, MayBeUnknown) {
   const auto folder =
-      std::filesystem::temp_directory_path() / ("pianola_unigram_" + std::to_string(getpid()));
+      std::filesystem::temp_directory_path() / ("pianola_unknown_" + std::to_string(getpid()));
   std::filesystem::copy(folder_of("relu") / "hf", folder);
-  std::ofstream(folder / "tokenizer.json") << R"({"model": {"type": "Unigram", "vocab": []}})";
+  std::ofstream(folder / "tokenizer.json") << R"({"model": {"type": "WordPiece", "vocab": {}}})";
   const Model model = Model::open(folder.string());
   EXPECT_FALSE(model.has_tokenizer());
   expect_error(ErrorCode::kUnsupported, "only token ids can be (--ids)",
                [&] { model.tokenizer(); });
-  expect_error(ErrorCode::kUnsupported, "Unigram", [&] { model.tokenizer(); });
+  expect_error(ErrorCode::kUnsupported, "WordPiece", [&] { model.tokenizer(); });
+  std::filesystem::remove_all(folder);
+}
+
+// Each token but the unknown one is a character, so that the text of an input and of an answer are
+// known.
+TEST(EncoderTokenizer, TakesTextAndAnswersText) {
+  const Answers golden = read_answers("relu");
+  const auto character = [](TokenId id) {
+    std::string text;
+    append_utf8(text, 0x4E00 + static_cast<char32_t>(id));
+    return text;
+  };
+  const auto text_of = [&](const std::vector<TokenId>& ids) {
+    std::string text;
+    for (const TokenId id : ids) text += character(id);
+    return text;
+  };
+  constexpr TokenId kTokens = 128;
+  TokenId unknown = 0;
+  const auto& input = golden.inputs[0];
+  const auto& answer = golden.answers[0];
+  const auto has = [&](const std::vector<TokenId>& ids) {
+    return std::find(ids.begin(), ids.end(), unknown) != ids.end();
+  };
+  while (has(input) || has(answer)) ++unknown;
+  ASSERT_LT(unknown, kTokens);
+  std::string vocab;
+  for (TokenId id = 0; id < kTokens; ++id) {
+    vocab += (id > 0 ? ",[\"" : "[\"") + character(id) + "\",-5]";
+  }
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("pianola_unigram_" + std::to_string(getpid()));
+  std::filesystem::copy(folder_of("relu") / "hf", folder);
+  std::ofstream(folder / "tokenizer.json")
+      << R"({"model":{"type":"Unigram","unk_id":)" << unknown << R"(,"vocab":[)" << vocab
+      << R"(]},"decoder":{"type":"Fuse"}})";
+  const Model model = Model::open(folder.string());
+  std::vector<GenerationRequest> requests(1);
+  requests[0].prompt = model.tokenizer().encode(text_of(input));
+  requests[0].max_tokens = static_cast<int>(answer.size());
+  EXPECT_EQ(requests[0].prompt, input);
+  Engine engine(model.causal(), options(1));
+  const auto results = generate(engine, model, requests);
+  EXPECT_EQ(results[0].error, "");
+  EXPECT_EQ(results[0].tokens, answer);
+  EXPECT_EQ(results[0].text, text_of(answer));
   std::filesystem::remove_all(folder);
 }
 

@@ -58,6 +58,13 @@ Entries sentencepiece() {
           {"token_type", types}};
 }
 
+Entries unigram() {
+  return {{"model", std::string("t5")},
+          {"tokens", Strings{"<pad>", "</s>", "<unk>", "▁", "a", "b", "ab", "▁ab", "unused"}},
+          {"scores", Floats{0, 0, 0, -3, -2, -2.5, -4.4, -5, -1}},
+          {"token_type", Ints{3, 3, 2, 1, 1, 1, 1, 1, 5}}};
+}
+
 Entries with(Entries entries, const char* key, MetadataValue value) {
   entries.emplace_back(key, std::move(value));
   return entries;
@@ -76,7 +83,7 @@ void expect_refused(const Entries& entries, ErrorCode code, const std::string& w
 TEST(GgufVocab, Refusals) {
   const ErrorCode kNo = ErrorCode::kUnsupported;
   const ErrorCode kBad = ErrorCode::kInvalidModel;
-  for (const char* model : {"no_vocab", "bert", "t5", "rwkv", "plamo2", "none"}) {
+  for (const char* model : {"no_vocab", "bert", "rwkv", "plamo2", "none"}) {
     expect_refused(with(byte_level(), "model", std::string(model)), kNo, model);
   }
   for (const char* pre : {"default", "deepseek-llm", "tekken", "llama4", ""}) {
@@ -103,6 +110,35 @@ TEST(GgufVocab, Refusals) {
   Strings tokens = std::get<Strings>(sentencepiece()[1].second);
   tokens[3] = "zero";
   expect_refused(with(sentencepiece(), "tokens", tokens), kBad, "expected <0xNN>");
+}
+
+TEST(GgufVocab, UnigramRefusals) {
+  const ErrorCode kBad = ErrorCode::kInvalidModel;
+  expect_refused(with(unigram(), "scores", Floats{1, 2}), kBad, "2 entries for 9 tokens");
+  Floats scores(9, -1.0);
+  scores[4] = std::nan("");
+  expect_refused(with(unigram(), "scores", scores), kBad, "token 4");
+  expect_refused(with(unigram(), "unknown_token_id", std::int64_t{-1}), kBad, "unknown_token_id");
+  expect_refused(with(unigram(), "unknown_token_id", std::int64_t{9}), kBad, "unknown_token_id: 9");
+  expect_refused(with(unigram(), "precompiled_charsmap", std::string("x")), kBad,
+                 "precompiled_charsmap");
+  expect_refused(with(unigram(), "precompiled_charsmap", Ints{300}), kBad, "300, expected a byte");
+  expect_refused(with(unigram(), "precompiled_charsmap", Ints{4, 0, 0, 0, 0, 0}), kBad,
+                 "6 bytes with a trie of 4");
+  expect_refused(with(unigram(), "token_type", Ints{3, 3, 2, 3, 3, 3, 3, 3, 5}), kBad, "no pieces");
+}
+
+TEST(GgufVocab, UnigramOfT5) {
+  const auto tokenizer = tokenizer_from_gguf(metadata(unigram()));
+  EXPECT_EQ(tokenizer->unk_id(), 2);
+  EXPECT_THAT(tokenizer->eog_ids(), ElementsAre(1));
+  EXPECT_THAT(tokenizer->encode("  ab   a "), ElementsAre(7, 3, 4, 1));  // </s> behind it
+  EXPECT_THAT(tokenizer->encode("  "), ElementsAre(1));
+  EXPECT_THAT(tokenizer->encode("unused", {.add_special = false}), ElementsAre(3, 2));
+  EXPECT_EQ(tokenizer->decode(std::vector<TokenId>{7, 3, 4}), "ab a");
+  const auto kept = tokenizer_from_gguf(
+      metadata(with(with(unigram(), "remove_extra_whitespaces", false), "add_eos_token", false)));
+  EXPECT_THAT(kept->encode(" ab "), ElementsAre(3, 7, 3));
 }
 
 // "bA" is a token and a merge, and a word or not by the pre-tokenizer's expression.

@@ -89,7 +89,7 @@ std::vector<List> read_lists(const std::filesystem::path& path) {
 
 }  // namespace pianola::test
 
-#define PIANOLA_SKIP_WITHOUT(path)                                                     \
-  if (!std::filesystem::exists(path)) {                                                \
-    GTEST_SKIP() << "absent: " << (path) << " (see tools/golden/tokenizer_oracle.py)"; \
+#define PIANOLA_SKIP_WITHOUT(path)                                                      \
+  if (!std::filesystem::exists(path)) {                                                 \
+    GTEST_SKIP() << "absent: " << (path) << " (see tools/golden/tokenizer*_oracle.py)"; \
   }
