@@ -183,7 +183,7 @@ TEST_P(Prefixes, ALateSharerOfALiveRow) {
   };
   const int source = pool.take(first.prompt);
   engine.append(source, first.prompt);
-  run_to(engine, source, 96 + 30);
+  run_to(engine, source, 96 + 130);
   const int row = pool.take(late.prompt);
   ASSERT_GE(row, 0);
   ASSERT_NE(row, source);
@@ -197,13 +197,13 @@ TEST_P(Prefixes, ALateSharerOfALiveRow) {
     return std::vector<TokenId>(e.history(r).begin(), e.history(r).end());
   };
   const std::vector<TokenId> said = go_on(engine, row);
-  run_to(engine, source, 96 + 60);
+  run_to(engine, source, 96 + 140);
   Engine alone = make_engine(2);
   const int again = alone.open_row({});
   EXPECT_EQ(said, go_on(alone, again));
   const int undisturbed = alone.open_row({});
   alone.append(undisturbed, first.prompt);
-  run_to(alone, undisturbed, 96 + 60);
+  run_to(alone, undisturbed, 96 + 140);
   EXPECT_TRUE(std::ranges::equal(engine.history(source), alone.history(undisturbed)));
 }
 
