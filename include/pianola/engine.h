@@ -202,10 +202,12 @@ class Engine {
   // of every step; while a stream is running they are an upper bound.
   std::int32_t* device_rollback();
 
-  // `count` new rows that continue from what a row holds, copied on the device; idle until
-  // something is appended. Their options are these, with choice counting up. None, and nothing has
-  // changed, when there are fewer free slots.
+  // `count` new rows that continue from all that a row holds, or from its first n tokens, copied on
+  // the device; idle until something is appended. Their options are these, with choice counting up.
+  // None, and nothing has changed, when there are fewer free slots. Throws ContextOverflow when
+  // keep_first(n) would (keepable() says which n there are); the row itself goes on as it is.
   std::vector<int> fork(int row, int count, const RowOptions& options);
+  std::vector<int> fork(int row, int count, const RowOptions& options, int n);
   // Two rows change places, options and all.
   void swap(int a, int b);
   // A row to keep outside the engine, and back again in place of what an open row holds. restore()

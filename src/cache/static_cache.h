@@ -46,6 +46,7 @@ class CacheLayout {
   int least_kept_by_states(int written) const;
   // Whether some layer is a ring that rows outgrow.
   bool has_rings() const;
+  bool has_states() const { return !states_.empty(); }
   // Tokens that a row may be ahead of any of its lengths and still go back to it.
   int most_ahead() const;
   // Checkpoints are of multiples of this many tokens.

@@ -24,7 +24,7 @@ void CheckpointLadder::take(int row, int length) {
   std::vector<Checkpoint>& taken = taken_[static_cast<std::size_t>(row)];
   if (!taken.empty() && taken.back().length >= length) return;
   const Checkpoint checkpoint{length, free_place(taken)};
-  copy(row, checkpoint, false);
+  copy(row, row, checkpoint, false);
   taken.push_back(checkpoint);
 }
 
@@ -56,21 +56,20 @@ int CheckpointLadder::longest(int row, int n) const {
   return longest;
 }
 
-void CheckpointLadder::restore(int row, int length) {
-  const std::vector<Checkpoint>& taken = taken_[static_cast<std::size_t>(row)];
+void CheckpointLadder::restore(int row, int from, int length) {
+  const std::vector<Checkpoint>& taken = taken_[static_cast<std::size_t>(from)];
   const auto found = std::ranges::find(taken, length, &Checkpoint::length);
-  PIANOLA_CHECK(found != taken.end(), "row {} has no checkpoint of {} tokens", row, length);
-  copy(row, *found, true);
+  PIANOLA_CHECK(found != taken.end(), "row {} has no checkpoint of {} tokens", from, length);
+  copy(row, from, *found, true);
 }
 
-// Between the row's buffers and one of its checkpoints.
-void CheckpointLadder::copy(int row, const Checkpoint& checkpoint, bool back) {
+void CheckpointLadder::copy(int row, int owner, const Checkpoint& checkpoint, bool back) {
   const int length = checkpoint.length;
   std::ranges::fill(lengths_, length);
   for (const StateView& view : states_) {
     const std::size_t states = view.spec.states_size();
     const std::size_t bytes = states * sizeof(float);
-    float* stored = view.checkpoint_at(row, checkpoint.place);
+    float* stored = view.checkpoint_at(owner, checkpoint.place);
     if (view.spec.heads > 0) {
       float* anchors = view.anchor_at(row, 0, length);
       backend_->copy(back ? anchors : stored, back ? stored : anchors, bytes);

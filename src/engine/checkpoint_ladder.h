@@ -4,7 +4,7 @@
 //
 //   ladder.take(row, 1024);              // the row holds 1024 tokens or a few more
 //   ladder.longest(row, 3000);           // 1024
-//   ladder.restore(row, 1024);           // and the row's length is to be 1024 again
+//   ladder.restore(row, row, 1024);      // and the row's length is to be 1024 again
 //
 // Stacks without state layers have none: longest() is 0.
 #pragma once
@@ -24,8 +24,9 @@ class CheckpointLadder {
   void take(int row, int length);
   // The most tokens, at most n, that there is a checkpoint of; 0: none.
   int longest(int row, int n) const;
-  // The states after `length` tokens become the newest of the row. There is such a checkpoint.
-  void restore(int row, int length);
+  // The states of row `from` after `length` tokens, of which it has a checkpoint, become the newest
+  // of `row`: the same row, or one that is to hold the same first tokens.
+  void restore(int row, int from, int length);
   // After the row has been cut back to n tokens.
   void forget_beyond(int row, int n);
   // Two rows change places.
@@ -37,7 +38,8 @@ class CheckpointLadder {
     int place = 0;
   };
   int free_place(std::vector<Checkpoint>& taken) const;
-  void copy(int row, const Checkpoint& checkpoint, bool back);
+  // Between the buffers of a row and a place of a row's checkpoints.
+  void copy(int row, int owner, const Checkpoint& checkpoint, bool back);
 
   std::span<const StateView> states_;
   Backend* backend_;

@@ -120,9 +120,14 @@ std::uint64_t Engine::Impl::fingerprint() const {
 }
 
 std::vector<int> Engine::fork(int row, int count, const RowOptions& options) {
+  impl_->settle();
+  return fork(row, count, options, static_cast<int>(impl_->rows->row(row).history.size()));
+}
+
+std::vector<int> Engine::fork(int row, int count, const RowOptions& options, int n) {
   Impl& e = *impl_;
   e.settle();
-  const RowTable::Row like = e.rows->row(row);
+  const RowTable::Row like = e.rows->fork_of(row, n);
   const auto all = e.rows->rows();
   const auto free = std::ranges::count_if(all, [](const RowTable::Row& r) { return !r.open; });
   if (count < 1 || count > static_cast<int>(all.size())) {
@@ -130,7 +135,10 @@ std::vector<int> Engine::fork(int row, int count, const RowOptions& options) {
          all.size());
   }
   if (free < count) return {};
-  const std::vector<SlotRegion> regions = slot_regions(e.caches, e.states, like.held());
+  const bool restores = e.rows->needs_checkpoint(row, n);
+  const std::span<const StateView> copied_states =
+      restores ? std::span<const StateView>() : e.states;
+  const std::vector<SlotRegion> regions = slot_regions(e.caches, copied_states, like.held());
   std::vector<int> forks;
   RowOptions own = options;
   std::vector<RowPages::Need> needs;
@@ -145,6 +153,7 @@ std::vector<int> Engine::fork(int row, int count, const RowOptions& options) {
       for (const SlotRegion& region : regions) {
         e.backend->copy(region.of(fork), region.of(row), region.bytes);
       }
+      if (restores) e.rows->restore_states(fork, row, n);
       e.rows->adopt(fork, like.history, like);
       ++own.sampling.choice;
     }

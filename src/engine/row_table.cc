@@ -191,8 +191,8 @@ void RowTable::append(int index, std::span<const TokenId> tokens) {
   row.history.insert(row.history.end(), tokens.begin(), tokens.end());
 }
 
-void RowTable::keep_first(int index, int n) {
-  Row& row = at(index);
+void RowTable::check_keepable(int index, int n) const {
+  const Row& row = this->row(index);
   if (n < 0 || n > static_cast<int>(row.history.size())) {
     fail(ErrorCode::kContextOverflow, "engine: row {} holds {} tokens and cannot keep the first {}",
          index, row.history.size(), n);
@@ -203,18 +203,46 @@ void RowTable::keep_first(int index, int n) {
          "let go of what the first {} need, and keep at most {}",
          index, row.history.size(), max_rewind(index), n, keepable(index, n));
   }
-  Row next = {.written = std::max(row.written, row.length),
+}
+
+RowTable::Row RowTable::kept(const Row& row, int n) const {
+  if (n == 0) return {};
+  Row next = {.length = std::min(row.length, n),
+              .written = std::max(row.written, row.length),
               .folded = std::max(row.folded, row.length),
               .floor = row.floor};
+  if (n < least_kept(row)) next.folded = next.floor = n;
+  return next;
+}
+
+RowTable::Row RowTable::fork_of(int index, int n) const {
+  check_keepable(index, n);
+  const Row& row = this->row(index);
+  Row fork = kept(row, n);
+  // A copy holds nothing beyond its length in layers that keep everything.
+  if (!caches_->has_rings()) fork.written = fork.length;
+  if (!caches_->has_states()) fork.folded = fork.length;
+  fork.input_slot = row.input_slot;
+  fork.input_length = row.input_length;
+  fork.history.assign(row.history.begin(), row.history.begin() + n);
+  return fork;
+}
+
+bool RowTable::needs_checkpoint(int index, int n) const {
+  return n > 0 && n < least_kept(row(index));
+}
+
+void RowTable::restore_states(int to, int from, int n) { ladder_.restore(to, from, n); }
+
+void RowTable::keep_first(int index, int n) {
+  check_keepable(index, n);
+  Row& row = at(index);
+  const Row next = kept(row, n);
+  const bool restores = needs_checkpoint(index, n);
   settle_rollback(index);
-  if (n == 0) {
-    next = {};
-  } else if (n < least_kept(row)) {
-    ladder_.restore(index, n);
-    next.folded = next.floor = n;
-  }
+  if (restores) ladder_.restore(index, index, n);
   change(index,
-         {.length = std::min(row.length, n),
+         {.length = next.length,
           .history_length = n,
           .max_length = row.max_length,
           .reach = reach(next),

@@ -73,6 +73,12 @@ class RowTable {
   // What another row, or a snapshot, has put into the caches of an open row: `like` says of how
   // many tokens. The row is idle.
   void adopt(int row, std::span<const TokenId> history, const Row& like);
+  // What a copy of the row that keeps its first n tokens will be; ContextOverflow when the row
+  // cannot keep them. Of its states a copy needs none when there is a checkpoint to restore.
+  Row fork_of(int row, int n) const;
+  bool needs_checkpoint(int row, int n) const;
+  // A checkpoint of `from` becomes the states of `to`.
+  void restore_states(int to, int from, int n);
   // Two open rows change places; their slots have done so already.
   void swap(int a, int b);
 
@@ -102,6 +108,9 @@ class RowTable {
   // Of an idle row.
   Header header(const Row& row) const;
   void check_rollback(int index, int count) const;
+  void check_keepable(int index, int n) const;
+  // What the row's lengths become when it keeps its first n tokens.
+  Row kept(const Row& row, int n) const;
   // Tells the device at once what it would do with its next step. What a kernel has asked for, and
   // no step has seen, is dropped.
   void settle_rollback(int index);

@@ -32,10 +32,10 @@ int PrefixPool::take(std::span<const std::int32_t> prompt) {
     const Source other = best_to_fork(prompt);
     const Source own = best_to_continue(prompt);
     if (other.tokens >= std::max(least_shared_, own.tokens)) {
-      int row = fork(other.row);
+      int row = fork(other);
       // Without a free slot a kept row is its own copy, and gives up what follows the prompt.
       if (row < 0 && at(other.row).use == Use::kKept) row = other.row;
-      if (row < 0 && close_one_kept()) row = fork(other.row);
+      if (row < 0 && close_one_kept()) row = fork(other);
       if (row >= 0) return put_in_use(row);
     }
     if (own.tokens >= least_shared_) return put_in_use(own.row);
@@ -95,17 +95,15 @@ int PrefixPool::computed(int row, std::span<const std::int32_t> prompt) const {
   return std::min(shared(row, prompt), engine_.length(row));
 }
 
-int PrefixPool::forkable(int row, std::span<const std::int32_t> prompt) const {
-  const int tokens = computed(row, prompt);
-  const int least = static_cast<int>(engine_.history(row).size()) - engine_.max_rewind(row);
-  return tokens >= least ? tokens : 0;
+int PrefixPool::keepable(int row, std::span<const std::int32_t> prompt) const {
+  return engine_.keepable(row, computed(row, prompt));
 }
 
 PrefixPool::Source PrefixPool::best_to_fork(std::span<const std::int32_t> prompt) const {
   Source best;
   for (int row = 0; row < size(); ++row) {
     if (at(row).use == Use::kNotOurs) continue;
-    const int tokens = forkable(row, prompt);
+    const int tokens = keepable(row, prompt);
     if (tokens > best.tokens) best = {row, tokens};
   }
   return best;
@@ -115,21 +113,21 @@ PrefixPool::Source PrefixPool::best_to_continue(std::span<const std::int32_t> pr
   Source best;
   for (int row = 0; row < size(); ++row) {
     if (at(row).use != Use::kKept) continue;
-    const int tokens = engine_.keepable(row, computed(row, prompt));
+    const int tokens = keepable(row, prompt);
     if (tokens > best.tokens) best = {row, tokens};
   }
   return best;
 }
 
-int PrefixPool::fork(int source) {
+int PrefixPool::fork(const Source& source) {
   std::vector<int> forks;
   try {
-    forks = engine_.fork(source, 1, {});
+    forks = engine_.fork(source.row, 1, {}, source.tokens);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kOutOfMemory) throw;
   }
   if (forks.empty()) return -1;
-  at(source).used_at = ++clock_;
+  at(source.row).used_at = ++clock_;
   return forks.front();
 }
 

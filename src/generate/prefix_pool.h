@@ -50,12 +50,12 @@ class PrefixPool {
   // Tokens of the prompt, all but its last, that a row begins with: known, and computed.
   int shared(int row, std::span<const std::int32_t> prompt) const;
   int computed(int row, std::span<const std::int32_t> prompt) const;
-  // Tokens of the prompt that a copy of the row can keep: it has none of the row's checkpoints.
-  int forkable(int row, std::span<const std::int32_t> prompt) const;
+  // Tokens of the prompt that the row, or a copy of it, can keep.
+  int keepable(int row, std::span<const std::int32_t> prompt) const;
   Source best_to_fork(std::span<const std::int32_t> prompt) const;
   Source best_to_continue(std::span<const std::int32_t> prompt) const;
-  int fork(int source);   // -1: no slot is free, or no memory for a copy
-  bool close_one_kept();  // the one that was of no use for the longest time
+  int fork(const Source& source);  // -1: no slot is free, or no memory for a copy
+  bool close_one_kept();           // the one that was of no use for the longest time
   int put_in_use(int row);
 
   Row& at(int row) { return rows_[static_cast<std::size_t>(row)]; }

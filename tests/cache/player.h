@@ -386,6 +386,10 @@ class Player {
     if (!is_clean(r, kept)) return;
     const int least = r.known() - engine_.max_rewind(row);
     call(kept);
+    cut(r, kept, least);
+  }
+  // `least`: below it only a checkpoint can be kept.
+  void cut(Row& r, int kept, int least) {
     if (kept > 0 && kept < r.length) ++tally_.rewinds;
     if (kept == 0) {
       r.written = r.folded = r.floor = 0;
@@ -478,13 +482,23 @@ class Player {
 
   void fork(int row, int count, int n) {
     const RowOptions options = row_options(n);
+    const int known = rows_.at(row).known();
+    const int wanted = n % 3 == 0 ? known : n % (known + 2);
+    const int kept = wanted > known ? known : engine_.keepable(row, wanted);
+    if (kept != wanted) {
+      refuse(ErrorCode::kContextOverflow, [&] { engine_.fork(row, count, options, wanted); });
+      settled();
+      verify(wanted);
+    }
+    if (kept < known && !is_clean(rows_.at(row), kept)) return;
+    const int least = known - engine_.max_rewind(row);
     std::vector<int> forks;
     const bool is_done =
-        finds_memory([&] { forks = engine_.fork(row, count, options); },
+        finds_memory([&] { forks = engine_.fork(row, count, options, kept); },
                      [&] { return pages_with({}) + count * pages(rows_.at(row).held()); });
     if (!is_done) return;
     settled();
-    RC_LOG() << "fork row " << row << " " << count << " times ->";
+    RC_LOG() << "fork " << kept << " of row " << row << " " << count << " times ->";
     for (const int fork : forks) RC_LOG() << " " << fork;
     RC_LOG() << "\n";
     const std::size_t free = kSlots - rows_.size();
@@ -493,8 +507,8 @@ class Player {
     for (std::size_t i = 0; i < forks.size(); ++i) {
       RC_ASSERT(!rows_.contains(forks[i]));
       Row& fork = rows_[forks[i]] = like;
+      cut(fork, kept, least);
       configured(fork, options);
-      fork.unseen.clear();
       fork.choosing.choice = static_cast<std::uint32_t>(i);
     }
   }

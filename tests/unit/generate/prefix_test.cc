@@ -172,6 +172,41 @@ TEST_P(Prefixes, LongTails) {
   expect_alone(requests, generate(engine, model_, requests));
 }
 
+// The row that they share with has answered for long, so that only a checkpoint keeps the prompt.
+TEST_P(Prefixes, ALateSharerOfALiveRow) {
+  Engine engine = make_engine(2);
+  PrefixPool pool(engine, 16);
+  const GenerationRequest first = request(1, 96, 0, 0);
+  const GenerationRequest late = request(2, 96, 10, 0);
+  const auto run_to = [](Engine& e, int row, int length) {
+    while (e.length(row) < length) e.step(std::span<const int>(&row, 1));
+  };
+  const int source = pool.take(first.prompt);
+  engine.append(source, first.prompt);
+  run_to(engine, source, 96 + 130);
+  const int row = pool.take(late.prompt);
+  ASSERT_GE(row, 0);
+  ASSERT_NE(row, source);
+  if (std::string_view(GetParam().golden) != "mistral/window") {
+    EXPECT_GE(engine.length(row), 64);
+  }
+  const auto go_on = [&](Engine& e, int r) {
+    const auto from = static_cast<std::size_t>(e.length(r));
+    e.append(r, std::span(late.prompt).subspan(from));
+    run_to(e, r, static_cast<int>(late.prompt.size()) + 12);
+    return std::vector<TokenId>(e.history(r).begin(), e.history(r).end());
+  };
+  const std::vector<TokenId> said = go_on(engine, row);
+  run_to(engine, source, 96 + 140);
+  Engine alone = make_engine(2);
+  const int again = alone.open_row({});
+  EXPECT_EQ(said, go_on(alone, again));
+  const int undisturbed = alone.open_row({});
+  alone.append(undisturbed, first.prompt);
+  run_to(alone, undisturbed, 96 + 140);
+  EXPECT_TRUE(std::ranges::equal(engine.history(source), alone.history(undisturbed)));
+}
+
 TEST_P(Prefixes, AnswersThatEndEarly) {
   std::vector<GenerationRequest> requests;
   for (int i = 0; i < 10; ++i) requests.push_back(request(i, 50, 3 + i, 6));
