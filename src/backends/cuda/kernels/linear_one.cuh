@@ -12,9 +12,9 @@ namespace pianola::cuda::products {
 // The bits of linear_kernel, with as little as possible between the end of the kernel before and
 // the first result: a step of one token is a chain of kernels, most of them shorter than what one
 // needs to find its addresses. So all of that happens before the wait (a prefetch keeps an address
-// there, which the compiler would move), and three kernels of the chain fit a multiprocessor at
-// once, so that weights never stop coming.
-inline constexpr int kOneBlocksPerSm = 3;
+// there, which the compiler would move). Eight warps multiply a slice of the columns each; others
+// add the slices of a turn's tiles and store, while those are at the next turn.
+inline constexpr int kOneBlocksPerSm = 3;  // that registers leave room for
 // More tokens are rows_kernel's: here every thread block converts the activations whole.
 inline constexpr int kFewTokens = 4;
 inline constexpr int kFewTokensOfShortRows = 8;  // of at most 2,048 columns
