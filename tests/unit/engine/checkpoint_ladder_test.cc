@@ -109,6 +109,34 @@ TEST_P(Checkpoints, AndBackAgain) {
   expect_alone(engine, row);
 }
 
+TEST_P(Checkpoints, ARowIsForkedAtOne) {
+  Engine engine = make_engine(3, 3);
+  const int row = prompted(engine, 96);  // 32, 80, 96
+  expect_error(ErrorCode::kContextOverflow, "let go", [&] { engine.fork(row, 1, sampled(3), 79); });
+  expect_error(ErrorCode::kContextOverflow, "cannot keep",
+               [&] { engine.fork(row, 1, sampled(3), 98); });  // it holds 97, one not computed
+  EXPECT_EQ(engine.length(row), 96);
+  std::vector<int> forks = engine.fork(row, 2, sampled(3), 80);  // every free slot
+  ASSERT_EQ(forks.size(), 2U);
+  EXPECT_TRUE(engine.fork(row, 1, sampled(3), 80).empty());
+  for (const int fork : forks) {
+    EXPECT_EQ(engine.length(fork), 80);
+    EXPECT_EQ(engine.max_rewind(fork), 0);
+    EXPECT_TRUE(std::ranges::equal(engine.history(fork), engine.history(row).first(80)));
+    engine.append(fork, text_tokens(2, fork, 7));
+  }
+  engine.close_row(row);  // its checkpoints go, and the forks do not mind
+  expect_alone(engine, forks[0]);  // the other one draws as choice 1
+  EXPECT_EQ(engine.keepable(forks[0], 80), 0);
+  expect_error(ErrorCode::kContextOverflow, "let go",
+               [&] { engine.fork(forks[0], 1, sampled(3), 32); });
+  const std::vector<int> empty = engine.fork(forks[0], 1, sampled(3), 0);
+  ASSERT_EQ(empty.size(), 1U);
+  EXPECT_EQ(engine.length(empty[0]), 0);
+  engine.append(empty[0], text_tokens(2, 0, 20));
+  expect_alone(engine, empty[0]);
+}
+
 TEST_P(Checkpoints, EndWithTheTokensTheyAreOf) {
   Engine engine = make_engine(3);
   const int row = prompted(engine, 96);

@@ -104,6 +104,8 @@ class Prefixes : public testing::TestWithParam<Kind> {
     }
   }
 
+  void expect_late_sharer(bool cancelled);
+
   Model model_ = open_golden(GetParam().golden);
 };
 
@@ -173,7 +175,7 @@ TEST_P(Prefixes, LongTails) {
 }
 
 // The row that they share with has answered for long, so that only a checkpoint keeps the prompt.
-TEST_P(Prefixes, ALateSharerOfALiveRow) {
+void Prefixes::expect_late_sharer(bool cancelled) {
   Engine engine = make_engine(2);
   PrefixPool pool(engine, 16);
   const GenerationRequest first = request(1, 96, 0, 0);
@@ -196,16 +198,22 @@ TEST_P(Prefixes, ALateSharerOfALiveRow) {
     run_to(e, r, static_cast<int>(late.prompt.size()) + 12);
     return std::vector<TokenId>(e.history(r).begin(), e.history(r).end());
   };
+  if (cancelled) pool.give_back(source, false);
   const std::vector<TokenId> said = go_on(engine, row);
-  run_to(engine, source, 96 + 140);
+  if (!cancelled) run_to(engine, source, 96 + 140);
   Engine alone = make_engine(2);
   const int again = alone.open_row({});
   EXPECT_EQ(said, go_on(alone, again));
+  if (cancelled) return;
   const int undisturbed = alone.open_row({});
   alone.append(undisturbed, first.prompt);
   run_to(alone, undisturbed, 96 + 140);
   EXPECT_TRUE(std::ranges::equal(engine.history(source), alone.history(undisturbed)));
 }
+
+TEST_P(Prefixes, ALateSharerOfALiveRow) { expect_late_sharer(false); }
+// Its answer is cancelled before the other one goes on.
+TEST_P(Prefixes, ALateSharerOfARowThatIsCancelled) { expect_late_sharer(true); }
 
 TEST_P(Prefixes, AnswersThatEndEarly) {
   std::vector<GenerationRequest> requests;
