@@ -125,7 +125,7 @@ TEST_P(Checkpoints, ARowIsForkedAtOne) {
     EXPECT_TRUE(std::ranges::equal(engine.history(fork), engine.history(row).first(80)));
     engine.append(fork, text_tokens(2, fork, 7));
   }
-  engine.close_row(row);  // its checkpoints go, and the forks do not mind
+  engine.close_row(row);           // its checkpoints go, and the forks do not mind
   expect_alone(engine, forks[0]);  // the other one draws as choice 1
   EXPECT_EQ(engine.keepable(forks[0], 80), 0);
   expect_error(ErrorCode::kContextOverflow, "let go",

@@ -47,18 +47,6 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t at, unsigned parity, 
     patience.look(what, number);
   }
 }
-// Whether it has, for all lanes of a warp.
-__device__ __forceinline__ bool copied(std::uint32_t at, unsigned parity) {
-  std::uint32_t done = 0;
-  asm volatile(
-      "{\n .reg .pred done;\n"
-      " mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      " selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(at), "r"(parity)
-      : "memory");
-  return __all_sync(kAllLanes, done != 0) != 0;
-}
 // The same for what the copy engine brings, for a warp as one: tensor cores that several warps use
 // together take no waiting that lanes leave one by one.
 __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
@@ -75,6 +63,19 @@ __device__ __forceinline__ void wait_copied(std::uint32_t at, unsigned parity) {
     if (__all_sync(kAllLanes, done != 0) || patience.over()) return;
     patience.look("a copy", 0);
   }
+}
+
+// Whether the phase with this parity has ended, without waiting for it.
+__device__ __forceinline__ bool copied(std::uint32_t at, unsigned parity) {
+  std::uint32_t done = 0;
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      " mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(at), "r"(parity)
+      : "memory");
+  return __all_sync(kAllLanes, done != 0) != 0;
 }
 
 // A barrier of so many threads of a block, in number 1..15: some arrive and go on, others wait.
