@@ -386,17 +386,20 @@ class Player {
     if (!is_clean(r, kept)) return;
     const int least = r.known() - engine_.max_rewind(row);
     call(kept);
+    count_cut(r, kept, least);
     cut(r, kept, least);
   }
   // `least`: below it only a checkpoint can be kept.
-  void cut(Row& r, int kept, int least) {
+  void count_cut(const Row& r, int kept, int least) {
     if (kept > 0 && kept < r.length) ++tally_.rewinds;
+    if (kept > 0 && kept < least) ++tally_.checkpoints;
+  }
+  static void cut(Row& r, int kept, int least) {
     if (kept == 0) {
       r.written = r.folded = r.floor = 0;
       r.poisoned = -1;
     } else if (kept < least) {
       r.folded = r.floor = kept;
-      ++tally_.checkpoints;
     }
     r.history.resize(static_cast<std::size_t>(kept));
     r.length = std::min(r.length, kept);
@@ -492,10 +495,18 @@ class Player {
     }
     if (kept < known && !is_clean(rows_.at(row), kept)) return;
     const int least = known - engine_.max_rewind(row);
+    // Of layers that keep everything a fork has no more than its tokens.
+    const auto forked = [&] {
+      Row fork = rows_.at(row);
+      cut(fork, kept, least);
+      if (!has_rings_) fork.written = fork.length;
+      if (!has_states_) fork.folded = fork.length;
+      return fork;
+    };
     std::vector<int> forks;
     const bool is_done =
         finds_memory([&] { forks = engine_.fork(row, count, options, kept); },
-                     [&] { return pages_with({}) + count * pages(rows_.at(row).held()); });
+                     [&] { return pages_with({}) + count * pages(forked().held()); });
     if (!is_done) return;
     settled();
     RC_LOG() << "fork " << kept << " of row " << row << " " << count << " times ->";
@@ -503,11 +514,11 @@ class Player {
     RC_LOG() << "\n";
     const std::size_t free = kSlots - rows_.size();
     RC_ASSERT(forks.size() == (static_cast<std::size_t>(count) > free ? 0U : count));
-    const Row like = rows_.at(row);
+    if (!forks.empty()) count_cut(rows_.at(row), kept, least);
+    const Row like = forked();
     for (std::size_t i = 0; i < forks.size(); ++i) {
       RC_ASSERT(!rows_.contains(forks[i]));
       Row& fork = rows_[forks[i]] = like;
-      cut(fork, kept, least);
       configured(fork, options);
       fork.choosing.choice = static_cast<std::uint32_t>(i);
     }
