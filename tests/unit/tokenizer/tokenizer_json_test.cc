@@ -8,11 +8,13 @@
 #include <fstream>
 
 #include "pianola/error.h"
-#include "tokenizer_files.h"
+#include "tokenizer_json_cases.h"
 
 namespace pianola {
 namespace {
 
+using test::expect_refused;
+using test::load;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -28,23 +30,6 @@ std::string document(const std::string& vocab, const std::string& merges,
   add("model", R"({"type":"BPE","vocab":{)" + vocab + R"(},"merges":[)" + merges + "]}");
   add("decoder", R"({"type":"Fuse"})");
   return text + "}";
-}
-
-std::shared_ptr<const Tokenizer> load(const std::string& json) {
-  return tokenizer_from_json(json, "tokenizer.json");
-}
-
-void expect_refused(const std::string& json, ErrorCode code, const std::string& words) {
-  const double begin = test::cpu_seconds();
-  try {
-    load(json);
-    ADD_FAILURE() << "not refused, expected: " << words;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr(words));
-    EXPECT_LT(std::string(error.what()).size(), 1000U);
-  }
-  EXPECT_LT(test::cpu_seconds() - begin, 3.0) << words;  // 1 without sanitizers
 }
 
 constexpr const char* kAbc = R"("a":0,"b":1,"c":2,"ab":3,"abc":4," ":5)";

@@ -8,11 +8,13 @@
 
 #include "pianola/error.h"
 #include "tokenizer/charsmap.h"
-#include "tokenizer_files.h"
+#include "tokenizer_json_cases.h"
 
 namespace pianola {
 namespace {
 
+using test::expect_refused;
+using test::load;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -24,20 +26,6 @@ std::string document(const std::string& vocab, const std::string& model = R"("un
   return R"({"model":{"type":"Unigram",)" + model + R"(,"vocab":[)" + vocab +
          R"(]},"normalizer":)" + normalizer +
          R"(,"decoder":{"type":"Metaspace","replacement":"▁","prepend_scheme":"never"}})";
-}
-
-std::shared_ptr<const Tokenizer> load(const std::string& json) {
-  return tokenizer_from_json(json, "tokenizer.json");
-}
-
-void expect_refused(const std::string& json, ErrorCode code, const std::string& words) {
-  try {
-    load(json);
-    ADD_FAILURE() << "not refused, expected: " << words;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr(words));
-  }
 }
 
 std::string charsmap(const std::string& base64) {

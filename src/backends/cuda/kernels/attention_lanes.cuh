@@ -33,8 +33,7 @@ struct LanesMemory {
   WarpSums sums;  // of a team's every other rank, so that none waits until one has been read
 
   __device__ __forceinline__ LanesMemory(void* memory, int stages, int heads)
-      : ring(static_cast<unsigned char*>(memory) +
-             (kBoxAlign - shared_address(memory) % kBoxAlign) % kBoxAlign),
+      : ring(static_cast<unsigned char*>(memory) + bytes_to_boxes(memory)),
         own(ring + stages * kItemWarps * stage_bytes(kDim)),
         tables(reinterpret_cast<HeadTables<kDim>*>(own + 4 * kDim)),
         barriers(shared_address(tables + 1)),

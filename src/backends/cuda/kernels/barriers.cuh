@@ -90,6 +90,10 @@ __device__ __forceinline__ void wait_named(int number, int threads) {
 // r at place c ^ r % 8.
 inline constexpr int kBoxBytes = 128;   // of a row
 inline constexpr int kBoxAlign = 1024;  // of the pattern
+// From an address of shared memory to the first place for boxes.
+__device__ __forceinline__ std::uint32_t bytes_to_boxes(const void* memory) {
+  return (kBoxAlign - shared_address(memory) % kBoxAlign) % kBoxAlign;
+}
 // What row g of eight is to a product on tensor cores, so that a quarter of a warp, which reads
 // four chunks of two rows, meets every bank once.
 __device__ __forceinline__ constexpr int box_row(int g) { return g / 2 + g % 2 * 4; }

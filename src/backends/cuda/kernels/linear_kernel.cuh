@@ -33,6 +33,21 @@ void launch_one(Params p, int blocks_per_sm, const Launch& launch) {
 inline constexpr int kMostStages = 5;
 inline constexpr std::size_t kMostSharedBytes = 227 * 1024;
 
+// Deals units to blocks or clusters; returns the most that one of them has.
+inline int share_units(Params& p, int workers) {
+  p.share = p.units / workers;
+  p.extra = p.units % workers;
+  return ceil_div(p.units, workers);
+}
+// The parts' codes in boxes of a tile, so many side by side a copy.
+inline void set_boxes(OneParams& params, int side_by_side) {
+  const Params& p = params.p;
+  for (int i = 0; i < p.parts; ++i) {
+    params.map[i] =
+        boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, side_by_side);
+  }
+}
+
 // Weights of a block that resident_kernel takes, in boxes of a tile and 128 columns.
 inline constexpr int kMostResident = 6;
 // Shared memory of which a multiprocessor has not twice as much. Every other product of a layer
@@ -45,14 +60,9 @@ bool launch_resident(const Params& shape, const Launch& launch) {
   if constexpr (kQuads * kTiles <= kMostResident) {
     using R = Resident<codes, kQuads, kTiles>;
     OneParams params = {.map = {}, .p = shape};
-    Params& p = params.p;
-    p.share = p.units / launch.sms;
-    p.extra = p.units % launch.sms;
-    for (int i = 0; i < p.parts; ++i) {
-      params.map[i] =
-          boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, R::kBoxes);
-    }
-    const std::size_t bytes = p.norm ? std::max(R::kBytes, kMoreThanHalf) : R::kBytes;
+    share_units(params.p, launch.sms);
+    set_boxes(params, R::kBoxes);
+    const std::size_t bytes = shape.norm ? std::max(R::kBytes, kMoreThanHalf) : R::kBytes;
     launch_kernel(launch, "linear of a token", resident_kernel<codes, kQuads, kTiles>,
                   dim3(static_cast<unsigned>(launch.sms)), dim3(kThreads), bytes, params);
     return true;
@@ -99,19 +109,14 @@ bool launch_few_tokens(const Params& shape, const Launch& launch) {
   OneParams params = {.map = {}, .p = shape};
   Params& p = params.p;
   p.slice_steps = p.steps / kWarps;
-  p.share = p.units / launch.sms;
-  p.extra = p.units % launch.sms;
-  p.turns = ceil_div(p.share + (p.extra > 0 ? 1 : 0), p.gated ? kTiles / 2 : kTiles);
+  p.turns = ceil_div(share_units(p, launch.sms), p.gated ? kTiles / 2 : kTiles);
   const int stages = p.tokens > kFewTokens ? 2 : p.cols > 4096 ? kMostStages - 1 : kMostStages;
   p.stages = std::min(stages, p.turns * p.slice_steps / kStageSteps);
   const int least = std::min(p.stages, p.tokens == 1 ? 1 : 2);
   const auto bytes = [&] { return M::bytes(p.stages, p.cols, p.tokens); };
   while (p.stages >= least && bytes() > kMostSharedBytes) --p.stages;
   if (p.stages < least) return false;  // rows too long
-  for (int i = 0; i < p.parts; ++i) {
-    params.map[i] =
-        boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, kStageBoxes);
-  }
+  set_boxes(params, kStageBoxes);
   launch_kernel(launch, "linear of few tokens", one_kernel<codes, kTiles, kQuads, kTokens>,
                 dim3(static_cast<unsigned>(launch.sms)), dim3(M::kAllThreads), bytes(), params);
   return true;
@@ -165,10 +170,8 @@ bool launch_rows_of(const Params& shape, const Launch& launch) {
   static const int clusters = clusters_at_once("linear of tokens", kernel, grid);
   if (clusters == 0) return false;
   p.slice_steps = p.steps / kRowsCluster;
-  p.share = p.units / clusters;
-  p.extra = p.units % clusters;
   const int unit_tiles = p.gated ? 2 : 1;
-  const int most = p.share + (p.extra > 0 ? 1 : 0);
+  const int most = share_units(p, clusters);
   const auto fits = [&](int units) {
     // Whole passes, as a warp without a tile waits for the others.
     const int tiles = ceil_div(ceil_div(units, kWarps) * unit_tiles, kRowsTiles) * kRowsTiles;
@@ -194,10 +197,7 @@ bool launch_rows_of(const Params& shape, const Launch& launch) {
   const auto shared = [&] { return RowsWork<Math>::shared_bytes(p); };
   while (p.stages > 0 && shared() > kMostSharedBytes) --p.stages;
   if (p.stages < 1) return false;
-  for (int i = 0; i < p.parts; ++i) {
-    params.map[i] =
-        boxes_of(p.part[i].codes, p.part[i].rows, p.code_row, kTileRows, kBoxBytes, kRowsBoxes);
-  }
+  set_boxes(params, kRowsBoxes);
   grid.blocks = dim3(static_cast<unsigned>(clusters * kRowsCluster));
   grid.shared_bytes = shared();
   launch_grid(launch, "linear of tokens", kernel, grid, params);

@@ -70,13 +70,13 @@ struct OneBlock {
 
   __device__ __forceinline__ OneBlock(const Params& params, unsigned char* unaligned) : p(params) {
     tokens = kTokens == 1 ? 1 : p.tokens;
-    ring = unaligned + (kBoxAlign - shared_address(unaligned) % kBoxAlign) % kBoxAlign;
+    ring = unaligned + bytes_to_boxes(unaligned);
     partials = reinterpret_cast<float*>(ring + kWarps * p.stages * M::kStageBytes);
     squares = partials + 2 * M::kPartial;
     staged = reinterpret_cast<uint4*>(squares + kWarps * kTokens);
-    const int block = static_cast<int>(blockIdx.x);
-    unit_begin = block * p.share + min(block, p.extra);
-    unit_end = unit_begin + p.share + (block < p.extra ? 1 : 0);
+    const UnitRange units = units_of(p, static_cast<int>(blockIdx.x));
+    unit_begin = units.begin;
+    unit_end = units.end;
     units_at_once = p.gated ? kTiles / 2 : kTiles;
   }
   __device__ __forceinline__ int first_unit(int turn) const {

@@ -93,7 +93,8 @@ struct Params {
   int slice_steps = 0;  // the most of one slice, a multiple of the prefetch depth
   int code_row = 0;     // bytes
   int scale_row = 0;    // bytes
-  // Of one_kernel and rows_kernel: units of each block or cluster, and how many take one more.
+  // Of one_kernel, resident_kernel and rows_kernel: units of each block or cluster, and how many
+  // take one more.
   int share = 0;
   int extra = 0;
   int turns = 0;
@@ -105,6 +106,16 @@ struct Params {
   int warp_tiles = 0;
   int piece_steps = 0;
 };
+
+// The units of a block or cluster, by Params::share and extra.
+struct UnitRange {
+  int begin = 0;
+  int end = 0;
+};
+__device__ __forceinline__ UnitRange units_of(const Params& p, int worker) {
+  const int begin = worker * p.share + min(worker, p.extra);
+  return {begin, begin + p.share + (worker < p.extra ? 1 : 0)};
+}
 
 struct Tile {
   int part = -1;

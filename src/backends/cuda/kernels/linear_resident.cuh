@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   using S = Step<codes>;
   const Params& p = params.p;
   extern __shared__ __align__(16) unsigned char unaligned[];
-  unsigned char* memory =
-      unaligned + (kBoxAlign - shared_address(unaligned) % kBoxAlign) % kBoxAlign;
+  unsigned char* memory = unaligned + bytes_to_boxes(unaligned);
   const int warp = static_cast<int>(threadIdx.x) / 32;  // its slice
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4;
@@ -70,10 +69,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     init_barrier(full, 1);
     fence_barriers();
   }
-  const int block = static_cast<int>(blockIdx.x);
-  const int unit_begin = block * p.share + min(block, p.extra);
-  const int unit_end = unit_begin + p.share + (block < p.extra ? 1 : 0);
-  const Tile tile = lane < kTiles ? tile_of(p, unit_begin, unit_end, lane) : Tile{};
+  const UnitRange units = units_of(p, static_cast<int>(blockIdx.x));
+  const Tile tile = lane < kTiles ? tile_of(p, units.begin, units.end, lane) : Tile{};
   const int tiles = __popc(__ballot_sync(kAllLanes, tile.part >= 0));
   if (lane == 0) expect_bytes(full, tiles * R::kTileBytes);
   __syncwarp();
@@ -89,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (has_result) {
     const int n = static_cast<int>(threadIdx.x) / kTileRows * (p.gated ? 2 : 1);
     const int row = static_cast<int>(threadIdx.x) % kTileRows;
-    mine = find_output(p, tile_of(p, unit_begin, unit_end, n), row, 0);
+    mine = find_output(p, tile_of(p, units.begin, units.end, n), row, 0);
     mine.sum = n * kTileRows + row;
   }
   const int first = warp * (128 * kQuads) + 4 * lane;

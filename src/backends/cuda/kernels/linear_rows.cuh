@@ -243,8 +243,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     rows_kernel(const __grid_constant__ OneParams params) {
   extern __shared__ __align__(16) unsigned char unaligned[];
   allow_next();
-  const RowsWork<Math> work(
-      params.p, unaligned + (kBoxAlign - shared_address(unaligned) % kBoxAlign) % kBoxAlign);
+  const RowsWork<Math> work(params.p, unaligned + bytes_to_boxes(unaligned));
   // The same in all lanes, as the compiler must know where warps multiply together.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x % 32 == 0) work.init_barriers(warp);
