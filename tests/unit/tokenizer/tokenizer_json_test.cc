@@ -16,7 +16,6 @@ namespace {
 using test::expect_refused;
 using test::load;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 // A character-level document; members in `parts` come first, so that a test can replace them.
 std::string document(const std::string& vocab, const std::string& merges,

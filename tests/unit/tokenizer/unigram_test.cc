@@ -16,7 +16,6 @@ namespace {
 using test::expect_refused;
 using test::load;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 constexpr const char* kPieces =
     R"(["<unk>",0],["▁",-3],["a",-2],["b",-2.5],["ab",-4.4],["ba",-6],["<0x41>",-20])";
